@@ -1,0 +1,1 @@
+"""Offline jobs: the OpenAI batch line format."""

@@ -1,0 +1,1 @@
+"""The only code that imports SGLang: scheduler, admission, request tags, metrics."""

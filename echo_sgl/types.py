@@ -1,0 +1,47 @@
+"""Values that every room shares: task classes and what a policy may know of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from echo_sgl.errors import ServiceTierError
+
+
+class Task(StrEnum):
+    """The two classes of work on one server."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
+OFFLINE_SERVICE_TIER = "flex"
+ONLINE_SERVICE_TIERS = ("auto", "default", "priority")
+
+
+def task_of_service_tier(service_tier: object) -> Task:
+    """Map OpenAI's `service_tier` to a task class; absent means online.
+
+    Errors: `ServiceTierError` names the given value and the allowed ones.
+    """
+    if service_tier is None or service_tier in ONLINE_SERVICE_TIERS:
+        return Task.ONLINE
+    if service_tier == OFFLINE_SERVICE_TIER:
+        return Task.OFFLINE
+    raise ServiceTierError(service_tier, (*ONLINE_SERVICE_TIERS, OFFLINE_SERVICE_TIER))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingRequest:
+    """What a policy may know of an offline request that waits.
+
+    `sequence` is the position in the server's order of arrival: unlike a clock it is the
+    same on every rank. `namespace` separates prompts that may never share KV cache
+    (LoRA adapter, extra key, cache salt). The true output length is not here on purpose.
+    """
+
+    rid: str
+    prompt: Sequence[int]
+    sequence: int
+    namespace: str = ""

@@ -1,0 +1,1 @@
+"""Predictions: pure objects that the server and the simulator share."""

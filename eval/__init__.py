@@ -1,0 +1,1 @@
+"""Workloads, real-server runs of stock against Echo, and what they showed."""

@@ -1,0 +1,128 @@
+"""Start and stop real SGLang servers: free port, readiness by condition, end by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from echo_sgl.config import CONFIG_ENV
+
+READY_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+CPU_ARGS = ("--device", "cpu", "--dtype", "float32")
+
+
+class ServerStartError(RuntimeError):
+    """The server ended or did not become ready; the message holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: where it listens, its process and its log."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_server(
+    model: Path | str,
+    args: Sequence[str] = (),
+    *,
+    config: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    log_path: Path,
+) -> Iterator[Server]:
+    """Run `sglang serve` (Echo on when `config` names a preset or file) until the block ends.
+
+    Errors: `ServerStartError` when the process ends before it is ready.
+    """
+    server = start_server(model, args, config=config, env=env, log_path=log_path)
+    try:
+        wait_ready(server)
+        yield server
+    finally:
+        stop_server(server)
+
+
+def start_server(
+    model: Path | str,
+    args: Sequence[str] = (),
+    *,
+    config: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    log_path: Path,
+) -> Server:
+    """Start the process and return at once; see `wait_ready`."""
+    port = free_port()
+    command = [sys.executable, "-m", "echo_sgl.cli", "serve", "--config", str(config)]
+    if config is None:
+        command = [sys.executable, "-m", "sglang.cli.main", "serve"]
+    command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_server_env(env),
+            start_new_session=True,
+        )
+    return Server(f"http://127.0.0.1:{port}", process, log_path)
+
+
+def wait_ready(server: Server, timeout_s: float = READY_TIMEOUT_S) -> None:
+    """Return once the server answers a generated token on `/health_generate`."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if server.process.poll() is not None:
+            raise ServerStartError(_start_failure(server, "ended"))
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/health_generate", timeout=30).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise ServerStartError(_start_failure(server, f"was not ready after {timeout_s:.0f} s"))
+
+
+def stop_server(server: Server) -> None:
+    """End the process group that `start_server` made: politely, then for sure."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGTERM)
+    try:
+        server.process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+
+
+def _server_env(extra: Mapping[str, str] | None) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if key != CONFIG_ENV}
+    # Without a bytecode cache every start compiles SGLang anew and takes twice as long.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env | {"HF_HUB_OFFLINE": "1"} | dict(extra or {})
+
+
+def _start_failure(server: Server, what: str) -> str:
+    return f"the server {what}; the end of {server.log_path}:\n{server.log()[-4000:]}"

@@ -1,0 +1,1 @@
+"""Decisions: pure objects that the server and the simulator share."""
