@@ -77,7 +77,7 @@ def start_server(
     port = free_port()
     command = [sys.executable, "-m", "echo_sgl.cli", "serve", "--config", str(config)]
     if config is None:
-        command = [sys.executable, "-m", "sglang.cli.main", "serve"]
+        command = [sys.executable, str(Path(sys.executable).with_name("sglang")), "serve"]
     command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
@@ -108,10 +108,8 @@ def stop_server(server: Server) -> None:
     """End the process group that `start_server` made: politely, then for sure."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.process.pid, signal.SIGTERM)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         server.process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait()
