@@ -1,0 +1,178 @@
+"""In which order pending offline requests are taken.
+
+`OfflineOrder` owns the accounting; a subclass adds only its order. Nothing here reads a
+clock or draws at random: the same adds and removals give the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from sortedcontainers import SortedDict, SortedList
+
+from echo_sgl.types import PendingRequest
+
+PrefixKey = tuple[str, Sequence[int], int]
+
+
+class OfflineOrder(ABC):
+    """Pending offline requests and which of them come next.
+
+    Requests that had started and came back (retracted, parked) are resumed before any
+    other, oldest first: HyGen reclaims preempted requests with their execution state.
+    Cost: `add`, `remove` and the first pick are O(log n) in the number of requests.
+    """
+
+    def __init__(self) -> None:
+        self._by_age: SortedDict[int, PendingRequest] = SortedDict()
+        self._resumed: SortedDict[int, PendingRequest] = SortedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_age) + len(self._resumed)
+
+    def add(self, request: PendingRequest, *, resumed: bool = False) -> None:
+        """Let a request wait; its `sequence` must not be waiting already."""
+        if request.sequence in self._by_age or request.sequence in self._resumed:
+            raise ValueError(f"request {request.rid!r} is already waiting")
+        if resumed:
+            self._resumed[request.sequence] = request
+        else:
+            self._by_age[request.sequence] = request
+            self._insert(request)
+
+    def remove(self, request: PendingRequest) -> None:
+        """Forget a request that ended while it waited. Errors: `KeyError` if it does not wait."""
+        if request.sequence in self._resumed:
+            del self._resumed[request.sequence]
+        else:
+            del self._by_age[request.sequence]
+            self._delete(request)
+
+    def take(self, request: PendingRequest) -> None:
+        """Remove a request because it was picked from `upcoming`."""
+        was_resumed = request.sequence in self._resumed
+        self.remove(request)
+        if not was_resumed:
+            self._advance(request)
+
+    def upcoming(self) -> Iterator[PendingRequest]:
+        """All waiting requests, next pick first; lazy, so the first k cost O(k + log n).
+
+        The order holds until the next `add`, `remove` or `take`; do not mutate while iterating.
+        """
+        return itertools.chain(self._resumed.values(), self._picks())
+
+    def oldest(self) -> PendingRequest | None:
+        """The waiting request with the lowest sequence number."""
+        heads = [index.peekitem(0) for index in (self._by_age, self._resumed) if index]
+        return min(heads)[1] if heads else None
+
+    @abstractmethod
+    def _picks(self) -> Iterator[PendingRequest]:
+        """The requests that have not started, next pick first."""
+
+    def _insert(self, request: PendingRequest) -> None:
+        """Extend a subclass's own index."""
+
+    def _delete(self, request: PendingRequest) -> None:
+        """Shrink a subclass's own index."""
+
+    def _advance(self, request: PendingRequest) -> None:
+        """Note that a request that had not started was picked."""
+
+
+class FcfsOrder(OfflineOrder):
+    """First come, first served."""
+
+    def _picks(self) -> Iterator[PendingRequest]:
+        return iter(self._by_age.values())
+
+
+class PsmOrder(OfflineOrder):
+    """Prefix-sharing maximisation with freshness.
+
+    Sorting prompts token by token visits them exactly as a depth-first walk over their
+    prefix tree does (children in token order), so a sorted list is that tree's walk with
+    O(log n) insertion and deletion and no nodes to keep. The walk goes on from the last
+    pick and wraps around: newcomers to its left wait for the next round, as an elevator's
+    passengers do, and do not pull it away from the prefix that is in the cache.
+
+    With probability `1 - utility_ratio` a pick is the stalest request instead; such a pick
+    leaves the walk where it is. The n-th draw depends only on `seed` and n.
+
+    Source: HyGen 4.3, A.2 and A.3.
+    """
+
+    def __init__(self, *, utility_ratio: float = 1.0, seed: int = 0) -> None:
+        super().__init__()
+        if not 0.0 <= utility_ratio <= 1.0:
+            raise ValueError(f"utility_ratio is {utility_ratio}; allowed is 0 to 1")
+        self._utility_ratio = utility_ratio
+        self._seed = seed
+        self._by_prefix: SortedList[PrefixKey] = SortedList()
+        self._cursor: PrefixKey | None = None
+        self._num_picked = 0
+        self._picked_by_age: set[int] = set()
+
+    def _insert(self, request: PendingRequest) -> None:
+        self._by_prefix.add(_prefix_key(request))
+
+    def _delete(self, request: PendingRequest) -> None:
+        self._by_prefix.remove(_prefix_key(request))
+
+    def _advance(self, request: PendingRequest) -> None:
+        self._num_picked += 1
+        if request.sequence not in self._picked_by_age:
+            self._cursor = _prefix_key(request)
+
+    def _picks(self) -> Iterator[PendingRequest]:
+        self._picked_by_age = set()
+        seen: set[int] = set()
+        walk, ages = self._walk(), iter(self._by_age)
+        for draw_index in itertools.count(self._num_picked):
+            by_prefix = uniform_draw(self._seed, draw_index) < self._utility_ratio
+            source = walk if by_prefix else ages
+            sequence = next((number for number in source if number not in seen), None)
+            if sequence is None:
+                return
+            seen.add(sequence)
+            if not by_prefix:
+                self._picked_by_age.add(sequence)
+            yield self._by_age[sequence]
+
+    def _walk(self) -> Iterator[int]:
+        """Sequence numbers depth first from behind the cursor, then from the start."""
+        if self._cursor is None:
+            keys: Iterator[PrefixKey] = iter(self._by_prefix)
+        else:
+            behind = self._by_prefix.irange(self._cursor, inclusive=(False, True))
+            before = self._by_prefix.irange(maximum=self._cursor)
+            keys = itertools.chain(behind, before)
+        return (sequence for _, _, sequence in keys)
+
+
+def uniform_draw(seed: int, index: int) -> float:
+    """The index-th draw of a seeded stream, uniform in [0, 1): any draw without the ones before.
+
+    Source: SplitMix64 (Steele, Lea and Flood, 2014), its finaliser applied to a counter.
+    """
+    mask = (1 << 64) - 1
+    state = (seed * 0xD1342543DE82EF95 + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return float((state ^ (state >> 31)) >> 11) / float(1 << 53)
+
+
+def create_offline_order(name: str, *, utility_ratio: float, seed: int) -> OfflineOrder:
+    """Build an order by its config name. Errors: `ValueError` names the known ones."""
+    if name == "psm":
+        return PsmOrder(utility_ratio=utility_ratio, seed=seed)
+    if name == "fcfs":
+        return FcfsOrder()
+    raise ValueError(f"offline order is {name!r}; known are psm, fcfs")
+
+
+def _prefix_key(request: PendingRequest) -> PrefixKey:
+    return request.namespace, request.prompt, request.sequence
