@@ -1,0 +1,196 @@
+"""Per-class metrics on the server's own /metrics page.
+
+Requests are counted in the tokenizer manager, the one process that sees each of them once
+however many ranks there are; the pool is reported by the leading rank of each replica.
+prometheus_client must not be imported before SGLang has named its multiprocess folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.tasks import task_of, task_of_input
+from echo_sgl.types import Task
+
+# Powers of two with one step between; offline requests may wait for hours.
+TTFT_BUCKETS_S = tuple(0.01 * 2 ** (step / 2) for step in range(40))
+TPOT_BUCKETS_S = tuple(0.002 * 2 ** (step / 2) for step in range(24))
+OUTCOMES = ("finished", "cancelled", "expired", "failed")
+POOL_PUBLISH_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """What users of each class got: counted in the tokenizer manager."""
+
+    prompt_tokens: Any
+    cached_prompt_tokens: Any
+    generated_tokens: Any
+    requests: Any
+    ttft_s: Any
+    tpot_s: Any
+
+    @classmethod
+    def create(cls) -> RequestMetrics:
+        from prometheus_client import Counter, Histogram
+
+        by_task = ["task"]
+        metrics = cls(
+            prompt_tokens=Counter(
+                "echo_sgl_prompt_tokens", "Prompt tokens of finished requests.", by_task
+            ),
+            cached_prompt_tokens=Counter(
+                "echo_sgl_cached_prompt_tokens",
+                "Prompt tokens of finished requests that were found in the KV cache.",
+                by_task,
+            ),
+            generated_tokens=Counter(
+                "echo_sgl_generated_tokens", "Tokens generated for finished requests.", by_task
+            ),
+            requests=Counter(
+                "echo_sgl_requests", "Requests that ended, by outcome.", ["task", "outcome"]
+            ),
+            ttft_s=Histogram(
+                "echo_sgl_ttft_seconds",
+                "Time from a request's arrival to its first token.",
+                by_task,
+                buckets=TTFT_BUCKETS_S,
+            ),
+            tpot_s=Histogram(
+                "echo_sgl_tpot_seconds",
+                "Mean time per output token after the first, one value per request.",
+                by_task,
+                buckets=TPOT_BUCKETS_S,
+            ),
+        )
+        metrics._show_zeros()
+        return metrics
+
+    def _show_zeros(self) -> None:
+        """Make every series exist before its first event, so that rates start at zero."""
+        for task in Task:
+            for metric in (
+                self.prompt_tokens,
+                self.cached_prompt_tokens,
+                self.generated_tokens,
+                self.ttft_s,
+                self.tpot_s,
+            ):
+                metric.labels(task)
+            for outcome in OUTCOMES:
+                self.requests.labels(task, outcome)
+
+
+class SchedulerMetrics:
+    """What only the scheduler sees: the pool, retractions and parked prefills."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Gauge
+
+        self._pool_requests = Gauge(
+            "echo_sgl_pool_requests",
+            "Requests that wait in the offline pool.",
+            ["task"],
+            multiprocess_mode="livesum",
+        ).labels(Task.OFFLINE)
+        self._pool_oldest_age_s = Gauge(
+            "echo_sgl_pool_oldest_age_seconds",
+            "How long the first in line of the offline pool has waited.",
+            ["task"],
+            multiprocess_mode="livemax",
+        ).labels(Task.OFFLINE)
+        retractions = Counter(
+            "echo_sgl_retractions",
+            "Running requests that lost their place and KV cache and will be resumed.",
+            ["task"],
+        )
+        self._retractions = {task: retractions.labels(task) for task in Task}
+        self._parks = Counter(
+            "echo_sgl_parked_prefills",
+            "Chunked prefills that were set aside for an online request.",
+            ["task"],
+        ).labels(Task.OFFLINE)
+        self._next_publish_s = 0.0
+
+    @staticmethod
+    def create(*, enabled: bool) -> SchedulerMetrics:
+        return SchedulerMetrics() if enabled else _NoSchedulerMetrics()
+
+    def count_retraction(self, req: Any) -> None:
+        self._retractions[task_of(req)].inc()
+
+    def count_park(self) -> None:
+        self._parks.inc()
+
+    def publish_pool(self, pool: OfflinePool, now_s: float) -> None:
+        """Refresh the gauges, a few times a second at most."""
+        if now_s < self._next_publish_s:
+            return
+        self._next_publish_s = now_s + POOL_PUBLISH_INTERVAL_S
+        self._pool_requests.set(len(pool))
+        self._pool_oldest_age_s.set(pool.oldest_age_s(now_s))
+
+
+class _NoSchedulerMetrics(SchedulerMetrics):
+    """For ranks that do not report and servers without --enable-metrics."""
+
+    def __init__(self) -> None:
+        pass
+
+    def count_retraction(self, req: Any) -> None:
+        pass
+
+    def count_park(self) -> None:
+        pass
+
+    def publish_pool(self, pool: OfflinePool, now_s: float) -> None:
+        pass
+
+
+def create_request_metrics(result: Any, manager: Any) -> None:
+    """After the tokenizer manager made its own collector: make ours beside it."""
+    manager.echo_metrics = RequestMetrics.create() if manager.enable_metrics else None
+
+
+def observe_output(result: Any, manager: Any, state: Any, recv_obj: Any, i: int) -> None:
+    """After SGLang counted an output: count the first token and the end of a request."""
+    metrics: RequestMetrics = manager.echo_metrics
+    task = task_of_input(state.obj)
+    finish = recv_obj.finished_reasons[i] or {}
+    if state.ttft_observed and not getattr(state, "echo_ttft_observed", False):
+        state.echo_ttft_observed = True
+        metrics.ttft_s.labels(task).observe(state.time_stats.get_first_token_latency())
+    if not state.finished:
+        return
+    outcome = outcome_of(finish)
+    metrics.requests.labels(task, outcome).inc()
+    metrics.prompt_tokens.labels(task).inc(recv_obj.prompt_tokens[i])
+    metrics.cached_prompt_tokens.labels(task).inc(recv_obj.cached_tokens[i])
+    completion_tokens = getattr(recv_obj, "completion_tokens", None)
+    num_generated = completion_tokens[i] if completion_tokens else 0
+    metrics.generated_tokens.labels(task).inc(num_generated)
+    tpot_s = state.time_stats.get_time_per_output_token(num_generated)
+    if outcome == "finished" and tpot_s is not None:
+        metrics.tpot_s.labels(task).observe(tpot_s)
+
+
+def observe_queued_abort(manager: Any, recv_obj: Any) -> None:
+    """Before SGLang ends a request that never ran, or stopped between two chunks: count it."""
+    state = manager.rid_to_state.get(recv_obj.rid)
+    if manager.echo_metrics is None or state is None:
+        return
+    finish = dict(recv_obj.finished_reason or {})
+    finish.setdefault("message", recv_obj.abort_message)
+    outcome = outcome_of({"type": "abort", **finish})
+    manager.echo_metrics.requests.labels(task_of_input(state.obj), outcome).inc()
+
+
+def outcome_of(finish: dict[str, Any]) -> str:
+    """Map SGLang's finish reason to finished, cancelled, expired or failed."""
+    if finish.get("type") != "abort":
+        return "finished"
+    if "timeout reached" in (finish.get("message") or ""):
+        return "expired"
+    return "cancelled" if finish.get("status_code") is None else "failed"

@@ -1,0 +1,198 @@
+"""Every place where Echo touches SGLang, with the signature that it was built against.
+
+One list serves the start-up check, the registration and `echo-sgl doctor`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+KNOWN_SGLANG_VERSION = "0.5.23"
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_BATCH = "sglang.srt.managers.schedule_batch"
+_POLICY = "sglang.srt.managers.schedule_policy"
+_SERVING = "sglang.srt.entrypoints.openai"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A callable of SGLang's that Echo hooks, overrides or calls, and its parameters."""
+
+    target: str
+    parameters: str
+
+    def resolve(self) -> Any:
+        owner, _, name = self.target.rpartition(".")
+        return inspect.getattr_static(pkgutil.resolve_name(owner), name)
+
+    def problem(self) -> str | None:
+        """What is wrong with this seam in the installed SGLang, or None."""
+        try:
+            found = self.resolve()
+        except (ImportError, AttributeError) as error:
+            return f"{self.target} is missing ({error})"
+        if isinstance(found, staticmethod | classmethod):
+            found = found.__func__
+        parameters = " ".join(inspect.signature(inspect.unwrap(found)).parameters)
+        if parameters != self.parameters:
+            return f"{self.target} takes ({parameters}), Echo was built for ({self.parameters})"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What Echo puts at a seam; `kind` is SGLang's hook type in lower case."""
+
+    seam: Seam
+    kind: str
+    load: Callable[[], Any]
+
+
+# Overridden or called, not hooked: the scheduler subclass and the prefill adder rely on them.
+RELIED_ON = (
+    Seam(f"{_SCHEDULER}.__init__", "self server_args port_args"),
+    Seam(f"{_SCHEDULER}.init_running_status", "self"),
+    Seam(f"{_SCHEDULER}.init_schedule_policy", "self"),
+    Seam(f"{_SCHEDULER}.init_load_inquirer", "self"),
+    Seam(f"{_SCHEDULER}.get_prefill_adder_class", "self"),
+    Seam(f"{_SCHEDULER}._add_request_to_queue", "self req is_retracted"),
+    Seam(f"{_SCHEDULER}._set_or_validate_priority", "self req"),
+    Seam(f"{_SCHEDULER}._release_aborted_request", "self req"),
+    Seam(f"{_SCHEDULER}._prefetch_kvcache", "self req storage_hit_end"),
+    Seam(f"{_SCHEDULER}.send_abort_output", "self abort_req req"),
+    Seam(f"{_SCHEDULER}.abort_request", "self recv_req"),
+    Seam(f"{_SCHEDULER}._poll_timeout_aborts", "self"),
+    Seam(f"{_SCHEDULER}.record_weight_version_change", "self new_version"),
+    Seam(f"{_SCHEDULER}.is_fully_idle", "self for_health_check ignore_waiting"),
+    Seam(f"{_SCHEDULER}.get_next_batch_to_run", "self running_batch last_batch"),
+    Seam(f"{_SCHEDULER}._should_defer_prefill", "self running_batch"),
+    Seam(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        "self prefill_delayer_single_pass running_batch",
+    ),
+    Seam("sglang.srt.managers.scheduler._make_abort_req", "req finished_reason"),
+    Seam(
+        f"{_BATCH}.retract_all",
+        "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache "
+        "hisparse_coordinator offload_kv",
+    ),
+    Seam(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count offload_kv"),
+    Seam(f"{_BATCH}.ScheduleBatch.filter_batch", "self reqs_to_exclude keep_indices"),
+    Seam(
+        f"{_POLICY}.SchedulePolicy.calc_priority",
+        "self waiting_queue running_batch processed_tokens",
+    ),
+    Seam(
+        f"{_POLICY}.SchedulePolicy.shortest_prefill_chunk_limit",
+        "self chunked_req waiting_queue budget page_size",
+    ),
+    Seam(f"{_POLICY}.PrefillAdder.add_one_req", "self req has_chunked_req truncation_align_size"),
+    Seam(f"{_POLICY}.PrefillAdder.add_chunked_req", "self req"),
+    Seam(f"{_POLICY}.PrefillAdder.preempt_to_schedule", "self req"),
+    Seam(f"{_POLICY}.PrefillAdder._get_running_request_total_token_offset", "self req"),
+    Seam(
+        "sglang.srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads",
+        "self",
+    ),
+)
+
+
+def _scheduler() -> Any:
+    from echo_sgl.engine.scheduler import EchoScheduler
+
+    return EchoScheduler
+
+
+def _ours(name: str) -> Callable[[], Any]:
+    return lambda: pkgutil.resolve_name(f"echo_sgl.engine.{name}")
+
+
+HOOKS = (
+    Hook(Seam(_SCHEDULER, "server_args port_args"), "replace", _scheduler),
+    Hook(
+        Seam(f"{_BATCH}.ScheduleBatch._get_decode_retraction_order", "reqs"),
+        "after",
+        _ours("admission.decode_retraction_order"),
+    ),
+    Hook(
+        Seam(
+            f"{_SERVING}.serving_base.OpenAIServingBase.handle_request",
+            "self request raw_request",
+        ),
+        "around",
+        _ours("tasks.read_service_tier"),
+    ),
+    Hook(
+        Seam(
+            f"{_SERVING}.serving_chat.OpenAIServingChat._convert_to_internal_request",
+            "self request raw_request",
+        ),
+        "after",
+        _ours("tasks.tag_converted_request"),
+    ),
+    Hook(
+        Seam(
+            f"{_SERVING}.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
+            "self request raw_request",
+        ),
+        "after",
+        _ours("tasks.tag_converted_request"),
+    ),
+    Hook(
+        Seam(
+            f"{_TOKENIZER}._create_tokenized_object",
+            "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
+        ),
+        "before",
+        _ours("tasks.check_native_tier"),
+    ),
+    Hook(
+        Seam(f"{_TOKENIZER}.init_metric_collector_watchdog", "self"),
+        "after",
+        _ours("metrics.create_request_metrics"),
+    ),
+    Hook(
+        Seam(f"{_TOKENIZER}.collect_metrics", "self state recv_obj i"),
+        "after",
+        _ours("metrics.observe_output"),
+    ),
+    Hook(
+        Seam(f"{_TOKENIZER}._handle_abort_req", "self recv_obj"),
+        "before",
+        _ours("metrics.observe_queued_abort"),
+    ),
+    Hook(
+        Seam("sglang.srt.server_args.ServerArgs.check_server_args", "self"),
+        "after",
+        _ours("install.check_resolved_server_args"),
+    ),
+)
+
+
+def version_problem() -> str | None:
+    """Why the installed SGLang cannot be used, or None."""
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        return "SGLang is not installed; install echo-sgl with its dependencies"
+    if installed != KNOWN_SGLANG_VERSION:
+        return (
+            f"SGLang {installed} is installed, Echo knows {KNOWN_SGLANG_VERSION}; "
+            f"install sglang=={KNOWN_SGLANG_VERSION}"
+        )
+    return None
+
+
+def engine_problems() -> list[str]:
+    """All that is wrong with the installed SGLang; imports it."""
+    if problem := version_problem():
+        return [problem]
+    seams = [*RELIED_ON, *(hook.seam for hook in HOOKS)]
+    return [problem for seam in seams if (problem := seam.problem())]

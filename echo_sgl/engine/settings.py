@@ -1,0 +1,40 @@
+"""Which config is active in this process, and which server settings Echo refuses."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from echo_sgl.config import CONFIG_ENV, EchoConfig, load_config
+from echo_sgl.errors import UnsupportedEngineError
+
+
+@functools.cache
+def active_config() -> EchoConfig:
+    """The config that `ECHO_SGL_CONFIG` names, read once per process."""
+    return load_config(os.environ[CONFIG_ENV])
+
+
+def refuse_unsupported(server_args: Any) -> None:
+    """Name every server setting that offline scheduling is not built for.
+
+    Errors: `UnsupportedEngineError`.
+    """
+    refused = {
+        "--pp-size > 1": server_args.pp_size > 1,
+        "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
+        "--enable-dp-attention": bool(server_args.enable_dp_attention),
+        "--speculative-algorithm": server_args.speculative_algorithm is not None,
+        "--tokenizer-worker-num > 1": server_args.tokenizer_worker_num > 1,
+        "--enable-pdmux": bool(server_args.enable_pdmux),
+        "--enable-hisparse": bool(server_args.enable_hisparse),
+        "--dllm-algorithm": server_args.dllm_algorithm is not None,
+        "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0", "false"),
+    }
+    given = [name for name, is_given in refused.items() if is_given]
+    if given:
+        raise UnsupportedEngineError(
+            f"Echo does not support {', '.join(given)}. "
+            f"Leave it out, or switch Echo off by unsetting {CONFIG_ENV}."
+        )
