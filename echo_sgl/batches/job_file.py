@@ -1,0 +1,189 @@
+"""A job file on disk: checked in one pass, then read line by line in any order.
+
+Memory stays bounded by the number of lines, not by their length: what is kept of a line is its
+place in the file, its name and a short sort key.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from echo_sgl.batches.lines import MAX_LINE_BYTES, BatchLine, LineError, is_blank, parse_line
+from echo_sgl.batches.prefix_order import estimated_tokens, prefix_key, prompt_bytes
+from echo_sgl.errors import EchoError
+
+
+class JobFileError(EchoError, ValueError):
+    """The job file cannot be used as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a valid line stands; `offset` and `length` are bytes, `tokens` is an estimate."""
+
+    line_number: int
+    offset: int
+    length: int
+    custom_id: str
+    model: str
+    tokens: int
+    prefix_key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LineProblem:
+    """What is wrong with one line, in the words of OpenAI's `errors.data`."""
+
+    line_number: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """A checked job file: its valid lines, the problems of all others, and its SHA-256."""
+
+    path: Path
+    sha256: str
+    entries: Sequence[Entry]
+    problems: Sequence[LineProblem]
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.entries) + len(self.problems)
+
+    def restrict_models(self, served: Collection[str]) -> JobFile:
+        """Turn lines that name a model the server does not have into problems."""
+        valid = [entry for entry in self.entries if is_served(entry.model, served)]
+        unknown = [entry for entry in self.entries if not is_served(entry.model, served)]
+        allowed = ", ".join(sorted(served))
+        found = [
+            LineProblem(
+                entry.line_number,
+                "model_not_found",
+                f"body.model is {entry.model!r}; the server has {allowed}",
+                "body.model",
+            )
+            for entry in unknown
+        ]
+        problems = sorted([*self.problems, *found], key=lambda problem: problem.line_number)
+        return JobFile(self.path, self.sha256, valid, problems)
+
+    def in_prefix_order(self) -> list[Entry]:
+        """Lines that share a prompt prefix stand together; equal prompts in file order."""
+        return sorted(self.entries, key=lambda entry: (entry.prefix_key, entry.line_number))
+
+
+class LineReader:
+    """Reads the lines of a checked job file again, in any order.
+
+    Errors: `JobFileError` when the file is no longer the one that was checked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb")
+
+    def read(self, entry: Entry) -> BatchLine:
+        self._file.seek(entry.offset)
+        try:
+            line = parse_line(self._file.read(entry.length))
+        except LineError as error:
+            raise self._changed(entry) from error
+        if line.custom_id != entry.custom_id:
+            raise self._changed(entry)
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _changed(self, entry: Entry) -> JobFileError:
+        return JobFileError(
+            f"{self._path} was changed while it was worked on: line {entry.line_number} is not "
+            f"{entry.custom_id!r} any more. Put the old file back and run the command again"
+        )
+
+
+def check_job_file(path: Path) -> JobFile:
+    """Read the whole file once and check every line.
+
+    Errors: `JobFileError` when it cannot be read or holds no line at all.
+    """
+    digest = hashlib.sha256()
+    entries: list[Entry] = []
+    problems: list[LineProblem] = []
+    first_uses: dict[str, int] = {}
+    try:
+        with path.open("rb") as file:
+            for line_number, offset, raw in _raw_lines(file, digest):
+                try:
+                    entry = _entry(line_number, offset, raw, first_uses)
+                except LineError as error:
+                    problems.append(LineProblem(line_number, error.code, str(error), error.param))
+                else:
+                    entries.append(entry)
+    except OSError as error:
+        raise JobFileError(f"job file {path} cannot be read: {error.strerror}") from error
+    if not entries and not problems:
+        raise JobFileError(f"job file {path} holds no lines; it needs one JSON object a line")
+    return JobFile(path, digest.hexdigest(), entries, problems)
+
+
+def is_served(model: str, served: Collection[str]) -> bool:
+    """Whether a server that lists these models serves this one.
+
+    SGLang also takes `base:adapter` for a LoRA adapter, which it lists by its own name.
+    """
+    if model in served:
+        return True
+    base, _, adapter = model.rpartition(":")
+    return base in served and adapter in served
+
+
+def _entry(line_number: int, offset: int, raw: bytes, first_uses: dict[str, int]) -> Entry:
+    line = parse_line(raw)
+    first_use = first_uses.setdefault(line.custom_id, line_number)
+    if first_use != line_number:
+        raise LineError(
+            "duplicate_custom_id",
+            f"custom_id {line.custom_id!r} stands in line {first_use} already; "
+            "each must be used once",
+            "custom_id",
+        )
+    return Entry(
+        line_number,
+        offset,
+        len(raw),
+        line.custom_id,
+        line.model,
+        estimated_tokens(line, len(prompt_bytes(line))),
+        prefix_key(line),
+    )
+
+
+def _raw_lines(file: BinaryIO, digest: hashlib._Hash) -> Iterator[tuple[int, int, bytes]]:
+    """Number, byte offset and bytes (without line end or BOM) of every line that is not blank."""
+    offset, line_number = 0, 0
+    while whole := _read_line(file, digest):
+        line_number += 1
+        bom = codecs.BOM_UTF8 if line_number == 1 and whole.startswith(codecs.BOM_UTF8) else b""
+        raw = whole[len(bom) :].rstrip(b"\r\n")
+        if not is_blank(raw):
+            yield line_number, offset + len(bom), raw
+        offset = file.tell()
+
+
+def _read_line(file: BinaryIO, digest: hashlib._Hash) -> bytes:
+    """Next line with its end; of one that is too long, just enough to see that it is."""
+    line = piece = file.readline(MAX_LINE_BYTES + 3)
+    digest.update(piece)
+    while piece and not piece.endswith(b"\n"):
+        piece = file.readline(MAX_LINE_BYTES)
+        digest.update(piece)
+    return line

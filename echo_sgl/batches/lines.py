@@ -1,0 +1,134 @@
+"""One line of a job file in OpenAI's batch format: read it, or say what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+MAX_CUSTOM_ID_CHARS = 64
+MAX_LINE_BYTES = 64 * 1024 * 1024
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+EMBEDDINGS_URL = "/v1/embeddings"
+URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
+INPUT_FIELDS = {CHAT_URL: "messages", COMPLETIONS_URL: "prompt", EMBEDDINGS_URL: "input"}
+_MAX_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A valid line: where its body goes and under which name the answer comes back."""
+
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+
+    @property
+    def model(self) -> str:
+        return str(self.body["model"])
+
+
+class LineError(ValueError):
+    """A line is not a valid request.
+
+    `code` and `param` are the ones that OpenAI puts in a batch's `errors.data`.
+    """
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+def parse_line(raw: bytes) -> BatchLine:
+    """Read one line, without its line end.
+
+    Errors: `LineError` names the first thing that is wrong, the given value and what is allowed.
+    """
+    document = _load(raw)
+    custom_id = _custom_id(document)
+    if document.get("method") != "POST":
+        raise _wrong(document, "method", "invalid_method", "it must be POST")
+    url = document.get("url")
+    if url not in URLS:
+        raise _wrong(document, "url", "invalid_url", f"allowed are {', '.join(URLS)}")
+    return BatchLine(custom_id, url, _body(document, url))
+
+
+def is_blank(raw: bytes) -> bool:
+    """Whether a line holds nothing, and is skipped."""
+    return not raw.strip()
+
+
+def _load(raw: bytes) -> Mapping[str, Any]:
+    if len(raw) > MAX_LINE_BYTES:
+        raise LineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+    if b"\0" in raw:
+        raise LineError("invalid_json_line", "the line holds NUL bytes; the file must be UTF-8")
+    try:
+        document = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise LineError("invalid_json_line", f"the line is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise LineError(
+            "invalid_json_line", f"the line is {_kind(document)}; it must be a JSON object"
+        )
+    return document
+
+
+def _custom_id(document: Mapping[str, Any]) -> str:
+    custom_id = document.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _wrong(document, "custom_id", "invalid_custom_id", "it must be a non-empty string")
+    if len(custom_id) > MAX_CUSTOM_ID_CHARS:
+        raise LineError(
+            "invalid_custom_id",
+            f"custom_id has {len(custom_id)} characters; at most {MAX_CUSTOM_ID_CHARS} are allowed",
+            "custom_id",
+        )
+    return custom_id
+
+
+def _body(document: Mapping[str, Any], url: str) -> Mapping[str, Any]:
+    body = document.get("body")
+    if not isinstance(body, dict):
+        raise _wrong(document, "body", "invalid_body", "it must be a JSON object")
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise _wrong(body, "model", "invalid_model", "it must name a model", "body.model")
+    if body.get("stream") not in (None, False):
+        raise LineError(
+            "invalid_stream",
+            f"body.stream is {_shown(body['stream'])}; a batch line cannot stream, leave it out",
+            "body.stream",
+        )
+    wanted = INPUT_FIELDS[url]
+    if not isinstance(body.get(wanted), str | list) or (url == CHAT_URL and _is_text(body)):
+        raise _wrong(body, wanted, "invalid_body", f"{url} needs it", f"body.{wanted}")
+    return body
+
+
+def _is_text(body: Mapping[str, Any]) -> bool:
+    return isinstance(body["messages"], str)
+
+
+def _wrong(
+    values: Mapping[str, Any], key: str, code: str, wanted: str, param: str | None = None
+) -> LineError:
+    param = param or key
+    if key not in values:
+        return LineError(code, f"{param} is missing; {wanted}", param)
+    return LineError(code, f"{param} is {_shown(values[key])}; {wanted}", param)
+
+
+def _shown(value: object) -> str:
+    text = orjson.dumps(value).decode(errors="replace")
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def _kind(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

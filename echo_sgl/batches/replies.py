@@ -1,0 +1,122 @@
+"""What a server's reply means for a line, and the record that is written for it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import orjson
+
+_TRANSIENT_CLIENT_ERRORS = (408, 409)
+_REFUSALS = (429, 503)
+
+
+class Verdict(Enum):
+    """What to do with a line after a reply."""
+
+    ANSWERED = auto()  # its answer goes to the output file
+    FAILED = auto()  # it would fail again: it goes to the error file
+    REFUSED = auto()  # the server is full: ask again for as long as it takes
+    BROKEN = auto()  # something went wrong in the server: ask again a few times
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole HTTP reply. `body` is parsed JSON, or `{"error": ...}` where it was none."""
+
+    status_code: int
+    body: Any
+    request_id: str = ""
+
+    @classmethod
+    def parse(cls, status_code: int, content: bytes, request_id: str = "") -> Reply:
+        try:
+            body = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            text = content[:1000].decode(errors="replace")
+            body = {"error": {"message": text, "type": "invalid_reply"}}
+        if status_code >= 400:
+            body = _with_error(body)
+        elif not request_id and isinstance(body, Mapping):
+            request_id = str(body.get("id") or "")
+        return cls(status_code, body, request_id)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.status_code in _REFUSALS:
+            return Verdict.REFUSED
+        if self.status_code >= 500 or self.status_code in _TRANSIENT_CLIENT_ERRORS:
+            return Verdict.BROKEN
+        if self.status_code >= 300:
+            return Verdict.FAILED
+        is_whole = isinstance(self.body, Mapping) and not self.body.get("error")
+        return Verdict.ANSWERED if is_whole and not self._is_aborted() else Verdict.BROKEN
+
+    @property
+    def reason(self) -> str:
+        """Status and message in one short line, for logs."""
+        error = self.body.get("error") if isinstance(self.body, Mapping) else None
+        message = error.get("message") if isinstance(error, Mapping) else error
+        if self.status_code < 300 and not message:
+            message = "the server aborted the request"
+        return f"{self.status_code}: {str(message or 'no message')[:200]}"
+
+    def _is_aborted(self) -> bool:
+        # SGLang answers 200 with what it had when an operator aborts or pauses requests.
+        choices = self.body.get("choices")
+        return isinstance(choices, list) and any(
+            isinstance(choice, Mapping) and choice.get("finish_reason") == "abort"
+            for choice in choices
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one reply; `cached_tokens` is None where the server does not report them."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int | None = None
+
+    @classmethod
+    def of_body(cls, body: Any) -> Usage:
+        usage = _mapping(_mapping(body).get("usage"))
+        cached = _mapping(usage.get("prompt_tokens_details")).get("cached_tokens")
+        return cls(
+            _count(usage.get("prompt_tokens")),
+            _count(usage.get("completion_tokens")),
+            cached if isinstance(cached, int) else None,
+        )
+
+
+def output_record(custom_id: str, reply: Reply) -> bytes:
+    """One line of an output or error file, in OpenAI's format, without its line end."""
+    record = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": {
+            "status_code": reply.status_code,
+            "request_id": reply.request_id,
+            "body": reply.body,
+        },
+        "error": None,
+    }
+    return orjson.dumps(record)
+
+
+def _with_error(body: Any) -> Any:
+    """OpenAI puts an error under `error`; SGLang sends the same object bare."""
+    if isinstance(body, Mapping) and "error" in body:
+        return body
+    return {"error": body if isinstance(body, Mapping) else {"message": str(body)}}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0

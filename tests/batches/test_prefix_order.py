@@ -1,0 +1,98 @@
+"""Lines that share a prompt prefix come one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, BatchLine
+from echo_sgl.batches.prefix_order import (
+    CHUNK_BYTES,
+    estimated_tokens,
+    prefix_key,
+    prompt_bytes,
+)
+
+
+def completion(prompt: Any, **body: Any) -> BatchLine:
+    return BatchLine("id", COMPLETIONS_URL, {"model": "m", "prompt": prompt, **body})
+
+
+def chat(*contents: Any, **body: Any) -> BatchLine:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return BatchLine("id", CHAT_URL, {"model": "m", "messages": messages, **body})
+
+
+def shared(left: bytes, right: bytes) -> int:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    return sum(1 for _ in pairs)
+
+
+TEXTS = st.lists(st.sampled_from(["a" * CHUNK_BYTES, "b" * CHUNK_BYTES, "c"]), max_size=6)
+
+
+@given(st.lists(TEXTS.map("".join), min_size=1, max_size=20))
+def test_sorting_by_key_keeps_every_group_with_a_common_prefix_together(texts: list[str]) -> None:
+    ordered = sorted(texts, key=lambda text: prefix_key(completion(text)))
+    for num_chunks in range(6):
+        end = num_chunks * CHUNK_BYTES
+        prefixes = [text[:end] for text in ordered if len(text) >= end]
+        groups = [prefix for prefix, _ in itertools.groupby(prefixes)]
+        assert len(groups) == len(set(groups))
+
+
+def test_keys_share_as_many_chunks_as_the_prompts() -> None:
+    document = "d" * 10 * CHUNK_BYTES
+    left, right = (prefix_key(completion(document + end * CHUNK_BYTES)) for end in "xy")
+    assert shared(left, right) // 4 == 11  # 10 chunks after the namespace
+
+
+def test_a_key_takes_a_sixteenth_of_its_prompt() -> None:
+    assert len(prefix_key(completion("x" * 64_000))) == 4 + 64_000 // 16
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        completion("text", lora_path="adapter"),
+        completion("text", cache_salt="salt"),
+        completion("text", extra_key="key"),
+        completion("text", model="n"),
+        BatchLine("id", EMBEDDINGS_URL, {"model": "m", "input": "text"}),
+    ],
+)
+def test_requests_that_never_share_cache_are_apart_from_the_first_byte(other: BatchLine) -> None:
+    assert prefix_key(other)[:4] != prefix_key(completion("text"))[:4]
+
+
+def test_tools_stand_before_the_turns_of_a_chat() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert prompt_bytes(chat("hello", tools=tools)).startswith(b'[{"type":"function"')
+
+
+def test_text_parts_of_a_message_count_as_its_text() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert prompt_bytes(chat(parts)) == prompt_bytes(chat("one two"))
+
+
+def test_token_ids_are_ordered_by_their_ids() -> None:
+    keys = [prefix_key(completion([*range(64), last])) for last in (1, 2)]
+    assert shared(*keys) >= 4 * 4
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], [{}], [None, ["x"]], {"text": 3}, [-1, 2**40]])
+def test_any_prompt_that_json_can_hold_has_a_key(prompt: Any) -> None:
+    assert prefix_key(completion(prompt))
+    assert prefix_key(chat(prompt))
+
+
+def test_a_line_is_estimated_by_its_prompt_and_its_output_limit() -> None:
+    line = completion("x" * 400, max_tokens=50)
+    assert estimated_tokens(line, len(prompt_bytes(line))) == 400 // 4 + 1 + 50
+    newer = chat("", max_tokens=1, max_completion_tokens=70)
+    assert estimated_tokens(newer, 0) == 71
