@@ -1,0 +1,41 @@
+"""The `echo-sgl` command: one file per command group.
+
+Importing it must stay light: a command imports what it needs when it runs, so that
+`echo-sgl --help` and the step before `sglang serve` do not pay for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from echo_sgl.cli.batch import batch_app
+from echo_sgl.cli.doctor import doctor
+from echo_sgl.cli.serve import serve
+from echo_sgl.cli.stats import stats
+from echo_sgl.errors import EchoError
+
+USER_ERROR_EXIT = 2
+
+app = typer.Typer(
+    name="echo-sgl",
+    help="Run offline batch jobs on a stock SGLang server without its online users noticing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.command()(doctor)
+app.command()(stats)
+app.add_typer(batch_app, name="batch")
+
+
+def main() -> None:
+    """Run the command line; an error that the user can mend ends with exit code 2."""
+    try:
+        app()
+    except EchoError as error:
+        print(f"echo-sgl: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR_EXIT)

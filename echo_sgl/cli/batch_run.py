@@ -1,0 +1,160 @@
+"""One `batch run`: check the file, find the server, open the journal, send, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+
+from echo_sgl.batches.job_file import (
+    Entry,
+    JobFile,
+    JobFileError,
+    LineProblem,
+    LineReader,
+    check_job_file,
+)
+from echo_sgl.batches.journal import Journal, JournalError, JournalPaths
+from echo_sgl.cli.connection import LOST, Connection, open_client
+from echo_sgl.cli.sender import Sender, SendOptions
+from echo_sgl.cli.tally import Display, Tally
+
+MAX_SHOWN_PROBLEMS = 50
+EXIT_OK = 0
+EXIT_INTERRUPTED = 130
+
+
+class InvalidLinesError(JobFileError):
+    """Some lines are not valid and nothing was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """What the user asked for."""
+
+    jobs: Path
+    output: Path
+    errors: Path | None
+    url: str
+    api_key: str | None
+    options: SendOptions
+    skip_invalid: bool
+    overwrite: bool
+    in_prefix_order: bool
+    as_json: bool
+
+    @property
+    def journal_paths(self) -> JournalPaths:
+        """Errors: `JournalError` when a file that is written is the one that is read."""
+        paths = JournalPaths.beside(self.output, self.errors)
+        for path in (paths.output, paths.errors, paths.state):
+            if path.resolve() == self.jobs.resolve():
+                raise JournalError(f"{path} is the job file itself; choose another --output")
+        return paths
+
+
+def execute(plan: BatchRun) -> int:
+    """Run to the end or until interrupted; returns the exit code."""
+    paths = plan.journal_paths
+    with Console(stderr=True).status(f"checking {plan.jobs}"):
+        job = check_job_file(plan.jobs)
+    tally = Tally(job.num_lines)
+    display = Display(tally)
+    exit_code = EXIT_OK
+    try:
+        asyncio.run(_run(plan, paths, job, display))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        exit_code = EXIT_INTERRUPTED
+    _sum_up(plan, paths, display, is_interrupted=exit_code == EXIT_INTERRUPTED)
+    return exit_code
+
+
+async def _run(plan: BatchRun, paths: JournalPaths, job: JobFile, display: Display) -> None:
+    this_task = asyncio.current_task()
+    assert this_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
+    rng = random.Random()  # jitter only: two runs must not ask in step
+    async with open_client(plan.url, plan.api_key, plan.options.window) as client:
+        connection = Connection(client, say=display.say, rng=rng)
+        job = await _check_models(plan, job, connection)
+        _report_problems(plan, job, display)
+        connection.needed_models = sorted({entry.model for entry in job.entries})
+        journal = Journal(paths, job.sha256, overwrite=plan.overwrite)
+        reader = LineReader(plan.jobs)
+        try:
+            sender = Sender(
+                connection, reader, journal, options=plan.options, display=display, rng=rng
+            )
+            entries = _entries_left(plan, job, journal)
+            display.tally.skipped = len(job.problems)
+            display.tally.already_done = len(job.entries) - len(entries)
+            with display.running():
+                await sender.run(entries)
+        finally:
+            reader.close()
+            journal.close()
+
+
+async def _check_models(plan: BatchRun, job: JobFile, connection: Connection) -> JobFile:
+    """Find lines with a model that the server lacks; a job that is refused anyway never waits."""
+    if not job.problems or plan.skip_invalid:
+        return job.restrict_models(await connection.wait_models())
+    try:
+        return job.restrict_models(await connection.models())
+    except LOST:
+        return job
+
+
+def _report_problems(plan: BatchRun, job: JobFile, display: Display) -> None:
+    for problem in job.problems[:MAX_SHOWN_PROBLEMS]:
+        display.say(_shown(plan.jobs, problem))
+    num_more = len(job.problems) - MAX_SHOWN_PROBLEMS
+    if num_more > 0:
+        display.say(f"... and {num_more} more lines that are not valid")
+    counts = f"{len(job.problems)} of {job.num_lines} lines of {plan.jobs} are not valid"
+    if job.problems and (not plan.skip_invalid or not job.entries):
+        way_out = (
+            "Mend them, or carry on without them: --skip-invalid" if job.entries else "Mend them"
+        )
+        raise InvalidLinesError(f"{counts}; nothing was sent. {way_out}")
+    if job.problems:
+        display.say(f"{counts}; carrying on without them")
+
+
+def _shown(path: Path, problem: LineProblem) -> str:
+    return f"{path}:{problem.line_number}: {problem.message} [{problem.code}]"
+
+
+def _entries_left(plan: BatchRun, job: JobFile, journal: Journal) -> Sequence[Entry]:
+    entries = job.in_prefix_order() if plan.in_prefix_order else job.entries
+    return [entry for entry in entries if entry.custom_id not in journal.finished]
+
+
+def _sum_up(plan: BatchRun, paths: JournalPaths, display: Display, *, is_interrupted: bool) -> None:
+    tally = display.tally
+    if plan.as_json:
+        document = tally.as_json() | {
+            "output": str(paths.output),
+            "errors": str(paths.errors),
+            "interrupted": is_interrupted,
+        }
+        sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+    counts = [f"{tally.ok} answered", f"{tally.failed} failed"]
+    counts += [f"{tally.already_done} done before"] if tally.already_done else []
+    counts += [f"{tally.skipped} not valid"] if tally.skipped else []
+    counts += [f"{tally.left} left"] if tally.left else []
+    display.say(f"{', '.join(counts)} of {tally.lines} lines in {tally.seconds:.1f} s")
+    display.say(tally.status())
+    if tally.failed:
+        display.say(f"the failed lines and their reasons are in {paths.errors}")
+    if tally.ok and tally.hit_ratio is None:
+        display.say("hits are unknown: start the server with --enable-cache-report to see them")
+    if is_interrupted:
+        display.say("interrupted; run the same command again to do the lines that are left")

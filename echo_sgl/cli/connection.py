@@ -1,0 +1,152 @@
+"""The server as a batch run sees it: which models it has, and whether it is there at all."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import socket
+from collections.abc import Callable, Collection
+from typing import Any
+
+import httpx
+
+from echo_sgl.batches.job_file import is_served
+from echo_sgl.batches.replies import Reply
+from echo_sgl.cli.window import backoff_s
+from echo_sgl.errors import EchoError
+
+PROBE_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
+# An answer may take hours, so there is no read timeout; a host that vanished is found by TCP.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL), 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+LOST = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException)
+Say = Callable[[str], None]
+
+
+class ServerError(EchoError, RuntimeError):
+    """The server is there but cannot be used for this job."""
+
+
+def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.AsyncClient:
+    """A client that waits for answers without limit and notices a dead host within a minute."""
+    limits = httpx.Limits(
+        max_connections=max_connections, max_keepalive_connections=max_connections
+    )
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE),
+    )
+
+
+class Connection:
+    """Posts requests; while the server is away, one probe waits for it on behalf of all."""
+
+    def __init__(self, client: httpx.AsyncClient, *, say: Say, rng: random.Random) -> None:
+        self._client = client
+        self._say = say
+        self._rng = rng
+        self._returning = asyncio.Lock()
+        self._num_returns = 0
+        self.needed_models: Collection[str] = ()
+
+    async def post(self, url: str, content: bytes) -> Reply | None:
+        """Send one request; None when the connection was lost and the server is back again.
+
+        A loss that the server survived counts as a broken reply: the request may be its cause.
+        """
+        async with self._returning:  # passes at once unless a probe is waiting
+            num_returns = self._num_returns
+        try:
+            answer = await self._client.post(
+                url, content=content, headers={"Content-Type": "application/json"}
+            )
+        except LOST as error:
+            was_away = await self._wait_back(num_returns, error)
+            message = {"error": {"message": f"connection lost: {_named(error)}"}}
+            return None if was_away else Reply(500, message)
+        if answer.status_code == 401:
+            raise _key_refused(self._client.base_url)
+        return Reply.parse(
+            answer.status_code, answer.content, answer.headers.get("x-request-id", "")
+        )
+
+    async def models(self) -> list[str]:
+        """Names that the server answers to.
+
+        Errors: one of `LOST` when it is away, `ServerError` when it is not an OpenAI server.
+        """
+        answer = await self._client.get("/v1/models", timeout=PROBE_TIMEOUT_S)
+        if answer.status_code in (401, 403):
+            raise _key_refused(self._client.base_url)
+        if answer.status_code in (429, 502, 503, 504):
+            raise httpx.RemoteProtocolError(f"it answers {answer.status_code}")
+        reply = Reply.parse(answer.status_code, answer.content)
+        listed = reply.body.get("data") if isinstance(reply.body, dict) else None
+        if answer.status_code != 200 or not isinstance(listed, list):
+            raise ServerError(
+                f"{self._client.base_url} does not list its models (GET /v1/models answers "
+                f"{reply.status_code}); --url must name an OpenAI-compatible server"
+            )
+        return [str(item["id"]) for item in listed if isinstance(item, dict) and "id" in item]
+
+    async def wait_models(self) -> list[str]:
+        """The same, waiting for as long as the server is away."""
+        for attempt in itertools.count():
+            try:
+                models = await self.models()
+            except LOST as error:
+                await self._pause(attempt, f"no server at {self._client.base_url}", error)
+            else:
+                if attempt:
+                    self._say("the server is there; carrying on")
+                return models
+        raise AssertionError("unreachable: the count has no end")
+
+    async def _wait_back(self, num_returns: int, error: Exception) -> bool:
+        """Return when the server answers; whether it was away since that many returns."""
+        async with self._returning:
+            if num_returns != self._num_returns:
+                return True
+            try:
+                await self._check_models(await self.models())
+            except LOST:
+                self._say(f"lost the server ({_named(error)}); unanswered lines will be sent again")
+                await self._check_models(await self.wait_models())
+                self._num_returns += 1
+                return True
+            return False
+
+    async def _check_models(self, models: list[str]) -> None:
+        for attempt in itertools.count():
+            missing = [name for name in self.needed_models if not is_served(name, models)]
+            if not missing:
+                return
+            what = f"the server came back with {', '.join(models)} instead of {', '.join(missing)}"
+            await self._pause(attempt, what)
+            models = await self.wait_models()
+
+    async def _pause(self, attempt: int, what: str, error: Exception | None = None) -> None:
+        delay_s = backoff_s(attempt, self._rng)
+        reason = f" ({_named(error)})" if error else ""
+        self._say(f"{what}{reason}; waiting for it, next look in {delay_s:.1f} s")
+        await asyncio.sleep(delay_s)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _key_refused(url: Any) -> ServerError:
+    return ServerError(
+        f"{url} refuses the API key; set the right one with --api-key, ECHO_SGL_API_KEY or "
+        "OPENAI_API_KEY. Finished lines are kept"
+    )

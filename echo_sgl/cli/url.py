@@ -1,0 +1,33 @@
+"""The `--url` of a server as users write it."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from echo_sgl.errors import EchoError
+
+
+class ServerUrlError(EchoError, ValueError):
+    """A `--url` that no server can be reached by."""
+
+    def __init__(self, given: str, reason: str) -> None:
+        super().__init__(
+            f"--url is {given!r}: {reason}. Write it as http://HOST:PORT, without a path"
+        )
+
+
+def server_root(url: str) -> str:
+    """Drop a trailing slash and OpenAI's `/v1`, which users copy from `base_url`.
+
+    Errors: `ServerUrlError` when scheme or host are missing or the port is not a number.
+    """
+    try:
+        parts = urlsplit(url)
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ServerUrlError(url, str(error)) from error
+    if parts.scheme not in ("http", "https"):
+        raise ServerUrlError(url, "it does not start with http:// or https://")
+    if not parts.hostname or not port_is_valid:
+        raise ServerUrlError(url, "it names no host or port")
+    return url.rstrip("/").removesuffix("/v1")

@@ -1,0 +1,164 @@
+"""The command line itself: documented, light, and clear about mistakes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from echo_sgl.cli import app
+from echo_sgl.cli.url import ServerUrlError, server_root
+from echo_sgl.config import CONFIG_ENV
+
+COMMAND = (sys.executable, "-m", "echo_sgl.cli")
+
+
+def run(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, args)],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def commands(node: object, name: str = "echo-sgl") -> Iterator[tuple[str, str]]:
+    """Full name and help of every command that does something."""
+    children: dict[str, object] = getattr(node, "commands", {})
+    for child_name, child in children.items():
+        yield from commands(child, f"{name} {child_name}")
+    if not children:
+        yield name, str(getattr(node, "help", None) or "")
+
+
+COMMANDS = dict(commands(get_command(app)))
+
+
+def test_the_commands_are_the_known_ones() -> None:
+    assert {"echo-sgl serve", "echo-sgl stats", "echo-sgl doctor", "echo-sgl batch run"} <= set(
+        COMMANDS
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_documented_with_an_example_of_itself(name: str) -> None:
+    text = COMMANDS[name]
+    assert "Example" in text
+    assert f"{name} " in text.partition("Example")[2]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_is_for(name: str) -> None:
+    node = get_command(app)
+    for part in name.split()[1:]:
+        node = getattr(node, "commands")[part]  # noqa: B009 - not all click commands are groups
+    undocumented = [item.name for item in node.params if not getattr(item, "help", None)]
+    assert undocumented == []
+
+
+def test_importing_the_command_line_imports_neither_torch_nor_sglang() -> None:
+    code = "import sys, echo_sgl.cli; print(*(m for m in ('torch', 'sglang') if m in sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
+
+
+def test_a_missing_config_ends_with_code_2_and_names_the_presets() -> None:
+    result = run("serve", "--config", "/nowhere/echo.toml", "--model-path", "x")
+    assert result.returncode == 2
+    assert "/nowhere/echo.toml cannot be read" in result.stderr
+    assert "echo" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_bad_config_value_ends_with_code_2_and_the_allowed_range(tmp_path: Path) -> None:
+    config = tmp_path / "bad.toml"
+    config.write_text("[offline]\nutility_ratio = 7\n")
+    result = run("serve", "--config", config, "--model-path", "x")
+    assert result.returncode == 2
+    assert "offline.utility_ratio is 7; allowed is 0.0 to 1.0" in result.stderr
+
+
+def test_a_plugin_filter_that_leaves_echo_out_is_refused() -> None:
+    result = run("serve", "--model-path", "x", SGLANG_PLUGINS="other")
+    assert result.returncode == 2
+    assert "add echo_sgl" in result.stderr
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> Path:
+    """A Python of its own folder that sees the same packages but has no `sglang` script."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+    )
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def serve_with(python: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.run(
+        [str(python), "-m", "echo_sgl.cli", "serve", *map(str, args)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *packages])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_python_without_sglangs_command_says_how_to_get_it(other_python: Path) -> None:
+    result = serve_with(other_python, "--model-path", "x")
+    assert result.returncode == 1
+    assert "pip install sglang" in result.stderr
+
+
+def test_serve_becomes_sglangs_command_with_all_other_arguments(
+    other_python: Path, tmp_path: Path
+) -> None:
+    script = other_python.with_name("sglang")
+    script.write_text(
+        "import os, sys\n"
+        "assert os.getppid() == int(os.environ['TEST_PARENT'])\n"
+        f"print(os.environ['{CONFIG_ENV}'], *sys.argv[1:], sep='|')\n"
+    )
+    config = tmp_path / "mine.toml"
+    config.write_text("[offline]\nseed = 3\n")
+    os.environ["TEST_PARENT"] = str(os.getpid())
+    given = ["--model-path", "m", "-tp", "2", "--enable-metrics", "--config", config, "-x=a b"]
+    result = serve_with(other_python, *given, "--", "--config", "sglang.yaml")
+    wanted = ["--model-path", "m", "-tp", "2", "--enable-metrics", "-x=a b"]
+    assert result.stdout.strip().split("|") == [
+        str(config),
+        "serve",
+        *wanted,
+        "--config",
+        "sglang.yaml",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["http://h:30000", "http://h:30000/", "http://h:30000/v1", "http://h:30000/v1/"],
+)
+def test_a_url_is_taken_as_users_write_it(given: str) -> None:
+    assert server_root(given) == "http://h:30000"
+
+
+@pytest.mark.parametrize(
+    "given", ["", "h:30000", "127.0.0.1:30000", "ftp://h", "http://", "http://h:x", "http://h:0"]
+)
+def test_a_url_that_reaches_nothing_is_refused_with_the_form_it_needs(given: str) -> None:
+    with pytest.raises(ServerUrlError, match="http://HOST:PORT"):
+        server_root(given)
+
+
+def test_a_command_without_its_arguments_ends_with_code_2() -> None:
+    result = run("batch", "run", "jobs.jsonl")
+    assert result.returncode == 2
+    assert "--output" in result.stderr
