@@ -1,0 +1,38 @@
+"""Readers and makers of workloads: arrival traces, prompts of given lengths, offline jobs."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+
+from echo_sgl.errors import EchoError
+
+DATA_DIR = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+class WorkloadError(EchoError, ValueError):
+    """A workload file or a request made from it cannot be used; the message says where."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines (from 1) of a text file, gzip'd when its name ends in .gz.
+
+    Errors: `WorkloadError` when the file cannot be read as UTF-8 text.
+    """
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            yield from enumerate(file, start=1)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path} cannot be read: {error}") from error
+
+
+def find_data(name: str) -> Path:
+    """A path as given, or the file of that name among the real workloads in `DATA_DIR`.
+
+    Errors: `WorkloadError` names both places that were looked at.
+    """
+    for path in (Path(name), DATA_DIR / name):
+        if path.is_file():
+            return path
+    raise WorkloadError(f"there is no file {name}, neither here nor in {DATA_DIR}")

@@ -1,0 +1,108 @@
+"""Texts measured in a model's own tokens: cutting documents, prompts of an exact length."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from eval.workloads import WorkloadError
+
+_FILLER = " a"
+_MAX_REPAIRS = 64
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], /) -> str: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model folder or hub id, the one its server uses."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Length of a prompt as the server counts it: with the tokens a model puts in front."""
+    return len(tokenizer.encode(text))
+
+
+def cut_to_tokens(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
+    """The longest start of `text` whose own tokens, cut at `max_tokens`, give whole characters."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) <= max_tokens:
+        return text
+    # A cut inside a multi-byte character decodes to a replacement character at the end.
+    return tokenizer.decode(tokens[:max_tokens]).rstrip("\ufffd")
+
+
+class SyntheticText:
+    """Makes texts of an exact token count from words of the tokenizer's vocabulary.
+
+    Texts of different `index` start with different words as long as the vocabulary has
+    words left, so no two share a prefix beyond the model's own first token unless a shared
+    start is asked for. Equal seed and arguments give equal texts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._words = _vocabulary_words(tokenizer)
+        random.Random(seed).shuffle(self._words)
+
+    def text(self, index: int, num_tokens: int, *, shared_start: str = "") -> str:
+        """A text of exactly `num_tokens` tokens, counted with the model's first token.
+
+        Errors: `WorkloadError` when the start alone is longer or the tokenizer has no text
+        of that length.
+        """
+        rng = random.Random(f"{self._seed}/{index}")
+        first = self._words[index % len(self._words)]
+        words = [first, *rng.choices(self._words, k=num_tokens)]
+        return self._fitted(words, num_tokens, shared_start)
+
+    def _fitted(self, words: list[str], num_tokens: int, start: str) -> str:
+        """Drop and add words until the count fits: not every word is one token everywhere."""
+        count = count_tokens(self._tokenizer, start)
+        num_words = num_tokens - count
+        tail = ""
+        for _ in range(_MAX_REPAIRS):
+            if not 0 <= num_words <= len(words):
+                break
+            text = start + "".join(words[:num_words]) + tail
+            excess = count_tokens(self._tokenizer, text) - num_tokens
+            if excess == 0:
+                return text
+            if excess < 0:
+                tail += _FILLER * -excess
+            else:
+                num_words, tail = num_words - excess, ""
+        raise WorkloadError(
+            f"no text of {num_tokens} tokens was found (its given start has {count}); "
+            "ask for more tokens"
+        )
+
+
+def _vocabulary_words(tokenizer: Tokenizer) -> list[str]:
+    """Words of letters with a space in front that are a single token, in a fixed order."""
+    vocabulary = sorted(tokenizer.get_vocab().values())
+    texts = (tokenizer.decode([token]) for token in vocabulary)
+    words = {
+        " " + text.strip()
+        for text in texts
+        if len(text.strip()) > 2 and text.strip().isascii() and text.strip().isalpha()
+    }
+    single = [
+        word for word in sorted(words) if len(tokenizer.encode(word, add_special_tokens=False)) == 1
+    ]
+    if not single:
+        raise WorkloadError("the tokenizer has no token that is a word of letters")
+    return single

@@ -1,0 +1,160 @@
+"""Arrival traces: what a reader refuses and what scaling keeps."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.workloads import DATA_DIR, WorkloadError, find_data
+from eval.workloads.traces import (
+    Arrival,
+    bursty_arrivals,
+    read_trace,
+    scale_lengths,
+    slice_trace,
+    time_scale_for_rate,
+)
+
+HEADER = "t_s,context_tokens,generated_tokens\n"
+AZURE = "azure_conv_2023.csv.gz"
+
+gaps = st.lists(st.floats(0.001, 100.0), min_size=2, max_size=50)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def trace_of(gaps_s: list[float]) -> list[Arrival]:
+    return [Arrival(at_s, 100, 10) for at_s in itertools.accumulate([0.0, *gaps_s])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("0,1,2\n1,x,2\n", "line 3, column context_tokens: 'x'"),
+        ("0,1,2\n1,1,-2\n", "line 3, column generated_tokens: '-2'"),
+        ("nan,1,2\n", "line 2, column t_s: 'nan'"),
+        ("inf,1,2\n", "line 2, column t_s: 'inf'"),
+        ("0,1.5,2\n", "line 2, column context_tokens: 1.5 is not a whole number"),
+        ("0,,2\n", "line 2, column context_tokens: ''"),
+        ("0,1\n", "line 2: 2 values for 3 columns"),
+        ("0,1,2,3\n", "line 2: 4 values for 3 columns"),
+        ("5,1,2\n4,1,2\n", "line 3, column t_s: 4 comes after 5; sort"),
+        ("", "holds no request"),
+        ("\n\n", "holds no request"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line_and_column(
+    tmp_path: Path, rows: str, said: str
+) -> None:
+    with pytest.raises(WorkloadError, match=r"trace\.csv") as caught:
+        read_trace(write(tmp_path, HEADER + rows))
+    assert said in str(caught.value)
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="no column generated_tokens; there are t_s, context"):
+        read_trace(write(tmp_path, "t_s,context_tokens\n0,1\n"))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="no column t_s"):
+        read_trace(write(tmp_path, ""))
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress((HEADER + "0,1,2\n" * 500).encode())[:-20])
+    with pytest.raises(WorkloadError, match="cannot be read"):
+        read_trace(path)
+
+
+def test_columns_are_found_by_name_and_blank_lines_do_not_count(tmp_path: Path) -> None:
+    path = write(tmp_path, "user,generated_tokens,t_s,context_tokens\nann,3,0.5,7\n\nbob,4,0.5,8\n")
+    assert read_trace(path) == [Arrival(0.5, 7, 3), Arrival(0.5, 8, 4)]
+
+
+@given(gaps, st.floats(0.01, 100.0))
+def test_stretching_multiplies_every_gap_and_keeps_the_lengths(
+    gaps_s: list[float], time_scale: float
+) -> None:
+    trace = trace_of(gaps_s)
+    stretched = slice_trace(trace, start_s=0, duration_s=1e9, time_scale=time_scale)
+    assert [one.at_s for one in stretched] == pytest.approx([a.at_s * time_scale for a in trace])
+    assert {(one.prompt_tokens, one.output_tokens) for one in stretched} == {(100, 10)}
+
+
+@given(gaps, st.floats(0.5, 500.0), st.floats(0.0, 50.0))
+def test_a_slice_holds_exactly_the_requests_of_its_window(
+    gaps_s: list[float], duration_s: float, start_s: float
+) -> None:
+    trace = trace_of(gaps_s)
+    cut = slice_trace(trace, start_s=start_s, duration_s=duration_s, time_scale=1)
+    inside = [a for a in trace if a.at_s >= start_s and a.at_s - start_s < duration_s]
+    assert [one.at_s for one in cut] == [one.at_s - start_s for one in inside]
+
+
+@given(gaps, st.data())
+def test_the_scale_for_a_rate_gives_that_many_requests(
+    gaps_s: list[float], data: st.DataObject
+) -> None:
+    wanted = data.draw(st.integers(1, len(gaps_s)))
+    trace = trace_of(gaps_s)
+    time_scale = time_scale_for_rate(trace, start_s=0, duration_s=60, rate_rps=wanted / 60)
+    # The request at the window's very end may fall on either side of it.
+    cut = slice_trace(trace, start_s=0, duration_s=60 * (1 - 1e-9), time_scale=time_scale)
+    assert len(cut) == wanted
+
+
+def test_a_rate_that_the_trace_cannot_give_is_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"need 61 requests .* holds 3"):
+        time_scale_for_rate(trace_of([1, 1]), start_s=0, duration_s=60, rate_rps=1)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000), st.floats(0.001, 10))
+def test_scaled_lengths_stay_between_one_token_and_the_limit(
+    prompt: int, output: int, scale: float
+) -> None:
+    (one,) = scale_lengths([Arrival(1.0, prompt, output)], scale, max_prompt_tokens=500)
+    assert one.at_s == 1.0
+    assert one.prompt_tokens == min(500, max(1, round(prompt * scale)))
+    assert one.output_tokens == max(1, round(output * scale))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
+    with pytest.raises(WorkloadError, match=r"length_scale is .*above 0"):
+        scale_lengths([Arrival(0, 1, 1)], scale)
+
+
+@given(st.integers(0, 1000))
+def test_bursts_bring_most_of_the_requests_in_order_and_by_seed(seed: int) -> None:
+    def first() -> list[float]:
+        arrivals = bursty_arrivals(seed=seed, quiet_rps=0.5, burst_rps=20, quiet_s=8, burst_s=2)
+        return list(itertools.takewhile(lambda at_s: at_s < 100, arrivals))
+
+    times_s = first()
+    in_burst = sum(at_s % 10 >= 8 for at_s in times_s)
+    assert times_s == sorted(times_s) == first()
+    assert in_burst > 0.7 * len(times_s)
+
+
+@pytest.mark.skipif(not (DATA_DIR / AZURE).is_file(), reason="the real workloads are not here")
+def test_the_azure_trace_reads_as_its_description_says() -> None:
+    trace = read_trace(find_data(AZURE))
+    assert len(trace) == 19366
+    assert sum(one.prompt_tokens for one in trace) / len(trace) == pytest.approx(1154.7, abs=0.1)
+    assert sum(one.output_tokens for one in trace) / len(trace) == pytest.approx(211.1, abs=0.1)
+
+
+def test_a_workload_that_is_nowhere_is_named() -> None:
+    with pytest.raises(WorkloadError, match=r"no file nothing\.csv"):
+        find_data("nothing.csv")
