@@ -1,0 +1,209 @@
+"""Compare arms on one machine: online alone, offline alone, both together, per server start.
+
+    python -m eval.corun --arms stock,stock-priority,echo --name first
+
+writes eval/results/first/ with config.json, raw/, summary.json and summary.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from rich.console import Console
+
+from eval.arms import Arm, pick_arms
+from eval.load import Phase
+from eval.machine import device_args, provenance
+from eval.mix import SERVED_MODEL, Mix, build_mix
+from eval.models import SIZES, demo_model
+from eval.options import CorunOptions, parse_options
+from eval.records import Record, write_records
+from eval.report import summary_markdown
+from eval.server import Server, ServerStartError, running_server
+from eval.summary import over_repetitions, summarise_repetition
+from eval.workloads import WorkloadError
+from eval.workloads.prompts import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent
+RESULTS_DIR = ROOT / "results"
+LOGS_DIR = ROOT.parent / "build" / "logs"
+IDLE_TIMEOUT_S = 120.0
+WARM_UP_REQUESTS = 4
+
+_console = Console(stderr=True)
+
+
+def main(argv: list[str]) -> None:
+    """Run the comparison; a wrong input or a server that does not start ends with code 1."""
+    options = parse_options(argv, prog="python -m eval.corun")
+    try:
+        folder = run(options, command=f"python -m eval.corun {shlex.join(argv)}".strip())
+    except (WorkloadError, ServerStartError) as error:
+        sys.exit(f"error: {error}")
+    print((folder / "summary.md").read_text(encoding="utf-8"))
+
+
+def run(options: CorunOptions, *, command: str) -> Path:
+    """Measure all arms and write the results folder, replacing one of the same name."""
+    model = str(demo_model(options.model)) if options.model in SIZES else options.model
+    mix = build_mix(options, load_tokenizer(model))
+    folder = RESULTS_DIR / options.name
+    shutil.rmtree(folder, ignore_errors=True)
+    config = _config(options, mix, command)
+    _write_json(folder / "config.json", config)
+    # The prompts live as long as the run: a collector that walks them would delay sending.
+    gc.collect()
+    gc.freeze()
+    arms = pick_arms(options.arm_names)
+    trees: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for repetition in range(options.repetitions):
+        for name in arms if repetition % 2 == 0 else reversed(arms):
+            _console.log(f"repetition {repetition + 1} of {options.repetitions}, {name}")
+            prefix = folder / "raw" / f"{name}-{repetition + 1}"
+            trees[name].append(_run_arm(arms[name], mix, options, model=model, raw_prefix=prefix))
+    summary = {name: over_repetitions(runs) for name, runs in trees.items()}
+    _write_json(folder / "summary.json", {"arms": summary, "repetitions": trees})
+    text = summary_markdown(config, summary)
+    (folder / "summary.md").write_text(text, encoding="utf-8")
+    return folder
+
+
+def server_args(options: CorunOptions, arm: Arm) -> tuple[str, ...]:
+    """Arguments of one arm's server; options of 0 are left to the server."""
+    limits = {
+        "--max-total-tokens": options.pool_tokens,
+        "--max-running-requests": options.max_running_requests,
+        "--chunked-prefill-size": options.chunked_prefill_size,
+    }
+    args = ["--served-model-name", SERVED_MODEL, "--enable-cache-report"]
+    args += ["--random-seed", str(options.seed)]
+    for flag, value in limits.items():
+        args += [flag, str(value)] if value else []
+    return (*device_args(), *args, *shlex.split(options.server_args), *arm.args)
+
+
+def _run_arm(
+    arm: Arm, mix: Mix, options: CorunOptions, *, model: str, raw_prefix: Path
+) -> dict[str, Any]:
+    """One server start, three phases, each on an empty cache."""
+    log_path = LOGS_DIR / f"corun-{raw_prefix.name}.log"
+    args = server_args(options, arm)
+    with running_server(model, args, config=arm.config, log_path=log_path) as server:
+        asyncio.run(_warm_up(server, arm, mix))
+        online = _phase("online alone", server, _online_alone(server, arm, mix, options))
+        offline = _phase("offline alone", server, _offline_alone(server, arm, mix, options))
+        together, window_s = _phase("together", server, _together(server, arm, mix, options))
+    phases = {"online-alone": online, "offline-alone": offline, "together": together}
+    for name, records in phases.items():
+        write_records(raw_prefix.with_name(f"{raw_prefix.name}-{name}.jsonl.gz"), records)
+    return summarise_repetition(online, offline, together, window_s)
+
+
+def _phase(name: str, server: Server, work: Any) -> Any:
+    _console.log(f"  {name}")
+    empty_cache(server)
+    return asyncio.run(work)
+
+
+def empty_cache(server: Server) -> None:
+    """Wait until the server is idle and flush its cache: it refuses while requests are there."""
+    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    while True:
+        answer = httpx.post(f"{server.url}/flush_cache", timeout=IDLE_TIMEOUT_S)
+        if answer.status_code == httpx.codes.OK:
+            return
+        if time.monotonic() > deadline_s:
+            raise ServerStartError(
+                f"the server was not idle after {IDLE_TIMEOUT_S:.0f} s: {answer.text.strip()}"
+            )
+        time.sleep(0.2)
+
+
+async def _warm_up(server: Server, arm: Arm, mix: Mix) -> None:
+    """The first requests pay for imports and thread pools; no phase shall."""
+    phase = Phase(server.url)
+    first = [request for _, request in mix.schedule(arm)[:WARM_UP_REQUESTS]]
+    first += mix.lines(arm, stream=False)[:WARM_UP_REQUESTS]
+    await phase.closed_loop(first, window=len(first), limit_s=IDLE_TIMEOUT_S)
+
+
+async def _online_alone(server: Server, arm: Arm, mix: Mix, options: CorunOptions) -> list[Record]:
+    phase = Phase(server.url)
+    limit_s = options.duration_s + options.drain_s
+    await phase.open_loop(mix.schedule(arm), limit_s=limit_s)
+    return phase.records
+
+
+async def _offline_alone(server: Server, arm: Arm, mix: Mix, options: CorunOptions) -> list[Record]:
+    """As long as it runs together with online, so that both see the same part of the job."""
+    phase = Phase(server.url)
+    lines = mix.lines(arm, stream=options.stream_offline)
+    limit_s = options.lead_s + options.duration_s
+    await phase.closed_loop(lines, window=_window(options, lines), limit_s=limit_s)
+    return phase.records
+
+
+async def _together(
+    server: Server, arm: Arm, mix: Mix, options: CorunOptions
+) -> tuple[list[Record], tuple[float, float]]:
+    """Offline first, then online joins; offline stays until the last online answer."""
+    phase = Phase(server.url)
+    lines, schedule = mix.lines(arm, stream=options.stream_offline), mix.schedule(arm)
+    limit_s = options.duration_s + options.drain_s
+    offline = asyncio.create_task(
+        phase.closed_loop(lines, window=_window(options, lines), limit_s=options.lead_s + limit_s)
+    )
+    await asyncio.sleep(options.lead_s)
+    start_s = phase.now_s()
+    await phase.open_loop(schedule, limit_s=limit_s)
+    offline.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await offline
+    return phase.records, (start_s, start_s + options.duration_s)
+
+
+def _window(options: CorunOptions, lines: list[Any]) -> int:
+    return min(options.window, len(lines))
+
+
+def _config(options: CorunOptions, mix: Mix, command: str) -> dict[str, Any]:
+    """All that is needed to run it again, and the load's size as it was sent."""
+    arms = {name: dataclasses.asdict(arm) for name, arm in pick_arms(options.arm_names).items()}
+    arrivals = mix.arrivals
+    return {
+        "command": command,
+        **provenance(),
+        "options": dataclasses.asdict(options),
+        "arms": arms,
+        "server_args": {name: server_args(options, arm) for name, arm in _arms(options)},
+        "online": {
+            "requests": len(arrivals),
+            "prompt_tokens": sum(one.prompt_tokens for one in arrivals),
+            "output_tokens": sum(one.output_tokens for one in arrivals),
+        },
+        "offline": {"lines": len(mix.job)},
+    }
+
+
+def _arms(options: CorunOptions) -> list[tuple[str, Arm]]:
+    return list(pick_arms(options.arm_names).items())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

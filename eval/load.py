@@ -1,0 +1,200 @@
+"""An asynchronous client for both kinds of load: open loop on a schedule, closed loop by window."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+
+from echo_sgl.types import Task
+from eval.records import Record, Status
+
+HEADERS = {"Content-Type": "application/json"}
+CONNECT_TIMEOUT_S = 30.0
+
+_Trace = Callable[[str, Mapping[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request ready to send: encoding it during the run would make the client late."""
+
+    id: str
+    task: Task
+    url: str
+    content: bytes
+    stream: bool
+
+
+def make_request(
+    id: str, task: Task, url: str, body: Mapping[str, Any], *, stream: bool = True
+) -> Request:
+    """Encode an OpenAI body, asking a streamed answer to report its usage at the end."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    return Request(id, task, url, orjson.dumps({**body, **options}), stream)
+
+
+@asynccontextmanager
+async def load_client(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client for one class: unlimited kept-alive connections, no limit on the answer's time."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) as client:
+        yield client
+
+
+class Phase:
+    """One stretch of load on a server: its own clock from 0 and the records of all it sent.
+
+    `on_end` is called with every record that ends, for progress displays.
+    """
+
+    def __init__(self, url: str, on_end: Callable[[Record], None] | None = None) -> None:
+        self.records: list[Record] = []
+        self._url = url
+        self._on_end = on_end
+        self._origin_s = time.perf_counter()
+
+    def now_s(self) -> float:
+        return time.perf_counter() - self._origin_s
+
+    async def open_loop(self, schedule: Iterable[tuple[float, Request]], *, limit_s: float) -> None:
+        """Send each request at its time (s from now), whatever became of those before.
+
+        Ends when all are answered, or `limit_s` from now: then the rest is cancelled. The
+        schedule may be endless; no request is sent after `limit_s`.
+        """
+        start_s = self.now_s()
+        async with load_client(self._url) as client, _cancelled_at_end() as tasks:
+            for at_s, request in schedule:
+                if at_s >= limit_s:
+                    break
+                await asyncio.sleep(start_s + at_s - self.now_s())
+                record = self._record(request, start_s + at_s)
+                tasks.append(asyncio.create_task(self._send(client, request, record)))
+            await _finished(tasks, start_s + limit_s - self.now_s())
+
+    async def closed_loop(
+        self, requests: Iterable[Request], *, window: int, limit_s: float
+    ) -> None:
+        """Keep `window` requests in flight until all are answered, or `limit_s` from now."""
+        start_s = self.now_s()
+        queue = iter(requests)
+        async with load_client(self._url) as client, _cancelled_at_end() as tasks:
+            tasks += [asyncio.create_task(self._work(client, queue)) for _ in range(window)]
+            await _finished(tasks, start_s + limit_s - self.now_s())
+
+    async def _work(self, client: httpx.AsyncClient, queue: Iterator[Request]) -> None:
+        for request in queue:
+            await self._send(client, request, self._record(request, self.now_s()))
+
+    def _record(self, request: Request, scheduled_s: float) -> Record:
+        record = Record(request.id, request.task, scheduled_s)
+        self.records.append(record)
+        return record
+
+    async def _send(self, client: httpx.AsyncClient, request: Request, record: Record) -> None:
+        try:
+            extensions = {"trace": self._sent_trace(record)}
+            async with client.stream(
+                "POST", request.url, content=request.content, headers=HEADERS, extensions=extensions
+            ) as response:
+                await self._receive(response, request, record)
+        except httpx.HTTPError as error:
+            record.end(Status.ERROR, self.now_s(), f"{type(error).__name__}: {error}")
+        finally:
+            # Nothing ended it: the task is being cancelled.
+            record.end(Status.CANCELLED, self.now_s())
+            if self._on_end:
+                self._on_end(record)
+
+    def _sent_trace(self, record: Record) -> _Trace:
+        async def on_event(name: str, _info: Mapping[str, Any]) -> None:
+            if name == "http11.send_request_body.complete":
+                record.sent_s = self.now_s()
+
+        return on_event
+
+    async def _receive(self, response: httpx.Response, request: Request, record: Record) -> None:
+        if response.status_code != httpx.codes.OK:
+            text = (await response.aread()).decode(errors="replace")
+            record.end(Status.ERROR, self.now_s(), f"HTTP {response.status_code}: {text[:300]}")
+        elif request.stream:
+            await self._receive_stream(response, record)
+        else:
+            answer = orjson.loads(await response.aread())
+            _take_usage(record, answer, self.now_s())
+
+    async def _receive_stream(self, response: httpx.Response, record: Record) -> None:
+        """Read server-sent events; what arrives in one piece has one time."""
+        rest = b""
+        async for piece in response.aiter_bytes():
+            now_s = self.now_s()
+            *events, rest = (rest + piece).split(b"\n\n")
+            for event in events:
+                _take_event(record, event, now_s)
+        if record.status is Status.PENDING:
+            record.end(Status.ERROR, self.now_s(), "the stream ended without its usage")
+
+
+def _take_event(record: Record, event: bytes, now_s: float) -> None:
+    if not event.startswith(b"data: {"):  # "[DONE]", or a comment that keeps the line alive
+        return
+    chunk = orjson.loads(event.removeprefix(b"data: "))
+    if "error" in chunk:
+        record.end(Status.ERROR, now_s, str(chunk["error"])[:300])
+    elif chunk.get("choices"):
+        _take_token(record, chunk["choices"][0], now_s)
+    elif chunk.get("usage"):
+        _take_usage(record, chunk, now_s)
+
+
+def _take_token(record: Record, choice: Mapping[str, Any], now_s: float) -> None:
+    """Note a token's time. Chat puts a chunk without text before and after its tokens."""
+    if record.first_token_s is None:
+        record.first_token_s = now_s
+    if "delta" in choice and not choice["delta"].get("content"):
+        return
+    if record.last_token_s is not None:
+        record.gaps_s.append(now_s - record.last_token_s)
+    record.last_token_s = now_s
+
+
+def _take_usage(record: Record, answer: Mapping[str, Any], now_s: float) -> None:
+    """Take the server's token counts and close the record."""
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details")
+    if details is None:
+        message = "no cached tokens in the usage; start the server with --enable-cache-report"
+        record.end(Status.ERROR, now_s, message)
+        return
+    record.prompt_tokens = usage["prompt_tokens"]
+    record.completion_tokens = usage["completion_tokens"]
+    record.cached_tokens = details["cached_tokens"]
+    record.end(Status.OK, now_s)
+
+
+@asynccontextmanager
+async def _cancelled_at_end() -> AsyncIterator[list[asyncio.Task[None]]]:
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        # Our own cancelling is expected; anything else is a defect of this client.
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
+
+
+async def _finished(tasks: list[asyncio.Task[None]], timeout_s: float) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_EXCEPTION)
