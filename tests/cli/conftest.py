@@ -1,0 +1,43 @@
+"""The servers and processes that the tests of the command line share."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from eval.server import Server
+from tests.cli.jobs import start_cli
+
+NAMED = ("--served-model-name", "tiny")
+METRICS = ("--enable-metrics", "--enable-cache-report", "--max-total-tokens", "20000")
+SMALL = ("--max-running-requests", "2", "--max-queued-requests", "1", "--api-key", "secret")
+StartCli = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def server(server_for: Callable[..., Server]) -> Server:
+    """A server with Echo on, for tests that only need some server."""
+    return server_for((*METRICS, *NAMED), config="echo")
+
+
+@pytest.fixture
+def small_server(server_for: Callable[..., Server]) -> Server:
+    """Stock SGLang that refuses with 503 what is more than three requests at a time."""
+    return server_for((*SMALL, *NAMED))
+
+
+@pytest.fixture
+def cli() -> Iterator[StartCli]:
+    """Start commands that are sure to be gone after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: object) -> subprocess.Popen[str]:
+        started.append(start_cli(*args))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

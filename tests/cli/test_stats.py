@@ -1,0 +1,66 @@
+"""`echo-sgl stats` against real servers."""
+
+from __future__ import annotations
+
+import signal
+
+import httpx
+import orjson
+import pytest
+
+from eval.server import Server, free_port
+from tests.cli.conftest import StartCli
+from tests.cli.jobs import run_cli
+
+
+def complete(server: Server, prompt: str, **body: object) -> None:
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=fields | body, timeout=60).raise_for_status()
+
+
+@pytest.mark.server
+def test_the_table_has_both_classes_and_their_hit_rates(server: Server) -> None:
+    prompt = "import os\n" * 50
+    for _ in range(2):
+        complete(server, prompt, service_tier="flex")
+    complete(server, "something else")
+    result = run_cli("stats", "--url", server.url)
+    assert result.returncode == 0, result.stderr
+    for expected in ("online", "offline", "hit rate", "TTFT p99, ms", "pool requests", "%"):
+        assert expected in result.stdout
+    figures = orjson.loads(run_cli("stats", "--url", server.url, "--json").stdout)
+    offline = figures["offline"]
+    assert offline["requests"]["finished"] >= 2
+    assert offline["hit_rate"] == offline["cached_prompt_tokens"] / offline["prompt_tokens"] > 0
+    assert 0 < offline["ttft_p50_s"] <= offline["ttft_p99_s"]
+    assert offline["tpot_p50_s"] > 0
+
+
+@pytest.mark.server
+def test_watching_shows_what_happened_in_each_interval(server: Server, cli: StartCli) -> None:
+    process = cli("stats", "--url", server.url, "--watch", "--every", "0.2", "--json")
+    assert process.stdout is not None
+    first = orjson.loads(process.stdout.readline())
+    assert "recent" not in first
+    complete(server, "watched", service_tier="flex")
+    num_tokens = 0.0
+    while num_tokens < 4:
+        recent = orjson.loads(process.stdout.readline())["recent"]
+        num_tokens += recent["offline"]["generated_tokens"]
+        assert recent["interval_s"] >= 0.2
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+
+@pytest.mark.server
+def test_a_server_without_metrics_says_how_to_get_them(small_server: Server) -> None:
+    result = run_cli("stats", "--url", small_server.url)
+    assert result.returncode == 1
+    assert "--enable-metrics" in result.stderr
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    result = run_cli("stats", "--url", url)
+    assert result.returncode == 1
+    assert url in result.stderr
