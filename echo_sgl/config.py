@@ -72,14 +72,15 @@ def load_config(path: str | os.PathLike[str]) -> EchoConfig:
 
 def parse_config(document: Mapping[str, Any]) -> EchoConfig:
     """Build the config from parsed TOML; unknown keys and values out of range are errors."""
-    sections = {section.name: section.default for section in dataclasses.fields(EchoConfig)}
+    defaults = EchoConfig()
+    sections = {item.name: getattr(defaults, item.name) for item in dataclasses.fields(defaults)}
     _reject_unknown(document, sections, "section")
-    parsed = {}
+    parsed: dict[str, Any] = {}
     for name, default in sections.items():
         values = document.get(name, {})
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name} is {values!r}; write it as a section: [{name}]")
-        parsed[name] = _parse_section(name, type(default), values)
+        parsed[name] = _parse_section(name, default, values)
     return EchoConfig(**parsed)
 
 
@@ -101,10 +102,11 @@ def _presets_dir() -> Path:
     return Path(__file__).parent / "configs"
 
 
-def _parse_section(name: str, cls: Any, values: Mapping[str, Any]) -> Any:
-    fields = {item.name: item for item in dataclasses.fields(cls)}
+def _parse_section(name: str, default: Any, values: Mapping[str, Any]) -> Any:
+    fields = {item.name: item for item in dataclasses.fields(default)}
     _reject_unknown(values, fields, "key", f"[{name}] ")
-    return cls(**{key: _checked(f"{name}.{key}", fields[key], values[key]) for key in values})
+    changes = {key: _checked(f"{name}.{key}", fields[key], values[key]) for key in values}
+    return dataclasses.replace(default, **changes)
 
 
 def _checked(key: str, item: dataclasses.Field[Any], value: Any) -> Any:
@@ -112,7 +114,7 @@ def _checked(key: str, item: dataclasses.Field[Any], value: Any) -> Any:
         if value not in choices:
             raise ConfigError(f"{key} is {value!r}; allowed are {', '.join(choices)}")
         return value
-    wanted = type(item.default)
+    wanted: type[int] | type[float] = int if isinstance(item.default, int) else float
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (wanted is int and not isinstance(value, int)):
         raise ConfigError(f"{key} is {value!r}; it must be a {wanted.__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -87,6 +88,7 @@ def start_server(
             stderr=subprocess.STDOUT,
             env=_server_env(env),
             start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only sets a flag
         )
     return Server(f"http://127.0.0.1:{port}", process, log_path)
 
@@ -113,6 +115,13 @@ def stop_server(server: Server) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait()
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end the server when whoever started it is killed and cannot stop it."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _server_env(extra: Mapping[str, str] | None) -> dict[str, str]:

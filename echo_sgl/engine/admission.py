@@ -55,6 +55,7 @@ class EchoPrefillAdder(PrefillAdder):
     among online requests was asked for.
     """
 
+    rem_chunk_tokens: int | None
     offline_tokens_left: int | None = None
     yields_to_priorities: bool = False
 

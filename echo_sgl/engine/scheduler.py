@@ -38,6 +38,11 @@ MAX_OFFERED = 64
 class EchoScheduler(Scheduler):
     """Online first, offline in prefix order in what is left (HyGen algorithms 2-4)."""
 
+    waiting_queue: list[Req]
+    chunked_req: Req | None
+    load_inquirer: Any
+    enable_priority_preemption: bool
+
     def init_running_status(self) -> None:
         super().init_running_status()
         refuse_unsupported(self.server_args)

@@ -1,0 +1,74 @@
+"""What happens when the installed SGLang is not the one that Echo knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+
+from echo_sgl.engine import install, seams
+from echo_sgl.engine.settings import refuse_unsupported
+from echo_sgl.errors import UnsupportedEngineError
+
+SUPPORTED = {
+    "pp_size": 1,
+    "disaggregation_mode": "null",
+    "enable_dp_attention": False,
+    "speculative_algorithm": None,
+    "tokenizer_worker_num": 1,
+    "enable_pdmux": False,
+    "enable_hisparse": False,
+    "dllm_algorithm": None,
+}
+
+
+def test_every_seam_fits_the_installed_sglang():
+    assert version("sglang") == seams.KNOWN_SGLANG_VERSION
+    assert seams.engine_problems() == []
+
+
+def test_a_missing_symbol_is_named():
+    target = "sglang.srt.managers.scheduler.Scheduler.no_such_method"
+    assert f"{target} is missing" in seams.Seam(target, "self").problem()
+
+
+def test_a_missing_module_is_named():
+    assert "sglang.srt.gone.thing is missing" in seams.Seam("sglang.srt.gone.thing", "").problem()
+
+
+def test_a_changed_signature_is_named_with_both_sides():
+    seam = dataclasses.replace(seams.HOOKS[1].seam, parameters="self reqs extra")
+    problem = seam.problem()
+    assert "takes (reqs), Echo was built for (self reqs extra)" in problem
+
+
+def test_another_version_is_refused_by_its_number(monkeypatch):
+    monkeypatch.setattr(seams, "version", lambda name: "0.6.0")
+    [problem] = seams.engine_problems()
+    assert problem == ("SGLang 0.6.0 is installed, Echo knows 0.5.23; install sglang==0.5.23")
+
+
+def test_a_hook_that_did_not_take_is_found():
+    hook = seams.HOOKS[1]
+    assert install.hooks_not_taken({hook: hook.load()}) == [hook.seam.target]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "flag"),
+    [
+        ("pp_size", 2, "--pp-size > 1"),
+        ("disaggregation_mode", "prefill", "--disaggregation-mode"),
+        ("enable_dp_attention", True, "--enable-dp-attention"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("tokenizer_worker_num", 4, "--tokenizer-worker-num > 1"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+        ("enable_hisparse", True, "--enable-hisparse"),
+        ("dllm_algorithm", "x", "--dllm-algorithm"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(setting, value, flag):
+    refuse_unsupported(SimpleNamespace(**SUPPORTED))
+    with pytest.raises(UnsupportedEngineError, match=f"does not support {flag}"):
+        refuse_unsupported(SimpleNamespace(**SUPPORTED | {setting: value}))

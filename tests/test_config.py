@@ -1,0 +1,80 @@
+"""What a config file may say, and what a user is told when it says something else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from echo_sgl.config import (
+    EchoConfig,
+    load_config,
+    parse_config,
+    preset_names,
+    resolve_config_path,
+)
+from echo_sgl.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_packaged_preset_loads(name):
+    assert isinstance(load_config(resolve_config_path(name)), EchoConfig)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    assert load_config(path) == EchoConfig()
+
+
+def test_given_values_replace_defaults():
+    config = parse_config({"offline": {"order": "fcfs", "utility_ratio": 1}})
+    expected = dataclasses.replace(EchoConfig().offline, order="fcfs", utility_ratio=1.0)
+    assert config.offline == expected
+    assert isinstance(config.offline.utility_ratio, float)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"ofline": {}}, "unknown section 'ofline'; known are offline"),
+        ({"offline": 3}, r"offline is 3; write it as a section: \[offline\]"),
+        ({"offline": {"ordr": "psm"}}, r"\[offline\] unknown key 'ordr'; known are order"),
+        ({"offline": {"order": "lifo"}}, "offline.order is 'lifo'; allowed are psm, fcfs"),
+        ({"offline": {"order": ["psm"]}}, "allowed are psm, fcfs"),
+        (
+            {"offline": {"utility_ratio": 1.5}},
+            "utility_ratio is 1.5; allowed is 0.0 to 1.0",
+        ),
+        ({"offline": {"utility_ratio": float("nan")}}, "allowed is 0.0 to 1.0"),
+        ({"offline": {"utility_ratio": "high"}}, "must be a float"),
+        ({"offline": {"seed": True}}, "offline.seed is True; it must be a int"),
+        ({"offline": {"seed": 1.0}}, "must be a int"),
+        ({"offline": {"max_pool_requests": 0}}, "allowed is 1 to 1000000"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_is_allowed(document, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(document)
+
+
+def test_a_missing_file_names_the_presets():
+    with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read.*echo"):
+        load_config("nowhere.toml")
+
+
+@pytest.mark.parametrize("text", ["offline = [", "[offline]\norder = psm"])
+def test_a_file_that_is_not_toml_is_named(tmp_path, text):
+    path = tmp_path / "broken.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
+        load_config(path)
+
+
+def test_a_preset_is_found_by_name_and_a_file_by_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve_config_path("echo").name == "echo.toml"
+    assert resolve_config_path("echo").exists()
+    own = tmp_path / "echo"
+    own.write_text("")
+    assert resolve_config_path("echo") == own
