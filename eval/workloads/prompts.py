@@ -26,7 +26,8 @@ def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model folder or hub id, the one its server uses."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    # Not verbose: documents are longer than the model's context before they are cut.
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, verbose=False)
     return tokenizer  # type: ignore[no-any-return]
 
 

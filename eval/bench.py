@@ -1,0 +1,77 @@
+"""`make bench`: run every measurement of ours against stock, print one table, keep the rows.
+
+A bench module has `run() -> list[row]`; a row is {name, ours, stock, ratio, unit, n, machine}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+BENCHES = ("bench_cpu",)
+RESULT_FILE = Path(__file__).resolve().parent.parent / "build" / "bench.json"
+ROW_KEYS = ("name", "ours", "stock", "ratio", "unit", "n", "machine")
+
+Row = Mapping[str, Any]
+
+
+def main(argv: list[str]) -> None:
+    """Run all benches or one, print the table, write `RESULT_FILE`."""
+    parser = argparse.ArgumentParser(prog="python -m eval.bench", description=__doc__)
+    parser.add_argument("--only", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
+    names = [only] if (only := parser.parse_args(argv).only) else list(BENCHES)
+    console = Console()
+    rows: list[Row] = []
+    for name in names:
+        console.print(f"running {name}", highlight=False)
+        rows += checked(name, importlib.import_module(f"eval.{name}").run())
+    write_rows(rows, RESULT_FILE)
+    console.print(bench_table(rows))
+    console.print(f"written to {RESULT_FILE.relative_to(RESULT_FILE.parents[1])}", highlight=False)
+
+
+def checked(name: str, rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows, if they can go into the table.
+
+    Errors: `ValueError` names the bench and the key that is missing or not known.
+    """
+    if not rows:
+        raise ValueError(f"{name} measured nothing: run() must return at least one row")
+    for row in rows:
+        if wrong := set(row) ^ set(ROW_KEYS):
+            raise ValueError(
+                f"{name}: a row lacks or has too much {sorted(wrong)}; its keys must be "
+                f"{', '.join(ROW_KEYS)}"
+            )
+    return rows
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def bench_table(rows: Sequence[Row]) -> Table:
+    """One row per figure; `ratio` as the bench defines it, ours over stock."""
+    table = Table(title="Ours against stock SGLang")
+    for key in ROW_KEYS:
+        table.add_column(key, justify="left" if key in ("name", "unit", "machine") else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[key]) for key in ROW_KEYS))
+    return table
+
+
+def _cell(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
