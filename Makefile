@@ -8,11 +8,13 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 MODEL ?=
 
-.PHONY: install demo test lint bench corun clean
+.PHONY: install demo test lint bench wheel clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	    f"Python {sys.version.split()[0]} is too old: echo-sgl needs 3.11. Try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
 	$(BIN)/python -m uv pip install --python $(BIN)/python --quiet --editable '.[dev]'
@@ -31,6 +33,27 @@ lint: install
 
 bench: install
 	$(BIN)/python -m eval.bench
+
+# A package that pyproject.toml forgets is missing only from the wheel.
+wheel: install
+	rm -rf build/wheel
+	$(BIN)/python -m build --wheel --outdir build/wheel . >/dev/null
+	$(BIN)/python -m zipfile -e build/wheel/*.whl build/wheel/unpacked
+	cd build/wheel && PYTHONPATH=unpacked ../../$(BIN)/python -P -c "$$WHEEL_CHECK"
+
+define WHEEL_CHECK
+import importlib, pathlib, pkgutil, echo_sgl
+root = pathlib.Path(echo_sgl.__file__).parent
+assert root.parent.name == "unpacked", f"imported from {root}"
+heavy = ("echo_sgl.engine.", "echo_sgl.cpu.", "echo_sgl.cli.__main__")
+names = [m.name for m in pkgutil.walk_packages([str(root)], "echo_sgl.")]
+for name in names:
+    name.startswith(heavy) or importlib.import_module(name)
+from echo_sgl.config import preset_names
+assert "echo" in preset_names(), "configs are not in the wheel"
+print(f"wheel: {len(names)} modules, presets {preset_names()}")
+endef
+export WHEEL_CHECK
 
 clean:
 	rm -rf build dist *.egg-info

@@ -18,7 +18,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _SERVING = "sglang.srt.entrypoints.openai"
-_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
+_TOKENIZER = f"{_TOKENIZER_MODULE}.TokenizerManager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ RELIED_ON = (
         "self prefill_delayer_single_pass running_batch",
     ),
     Seam("sglang.srt.managers.scheduler._make_abort_req", "req finished_reason"),
+    Seam(f"{_TOKENIZER}._dispatch_to_scheduler", "self obj"),
     Seam(
         f"{_BATCH}.retract_all",
         "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache "
@@ -167,6 +169,11 @@ HOOKS = (
         Seam(f"{_TOKENIZER}._handle_abort_req", "self recv_obj"),
         "before",
         _ours("metrics.observe_queued_abort"),
+    ),
+    Hook(
+        Seam(f"{_TOKENIZER_MODULE}.SignalHandler.sigterm_handler", "self signum frame"),
+        "after",
+        _ours("shutdown.end_offline_requests"),
     ),
     Hook(
         Seam("sglang.srt.server_args.ServerArgs.check_server_args", "self"),

@@ -27,7 +27,7 @@ def task_of(req: Any) -> Task:
 
 def task_of_input(obj: Any) -> Task:
     """The class of a request as the tokenizer manager holds it."""
-    return task_of_service_tier(_tier_of_sampling_params(obj.sampling_params))
+    return task_of_service_tier(_tier_of_sampling_params(getattr(obj, "sampling_params", None)))
 
 
 async def read_service_tier(original: Any, serving: Any, request: Any, raw_request: Any) -> Any:

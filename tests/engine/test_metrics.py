@@ -1,0 +1,80 @@
+"""The figures on /metrics against what clients saw, and the form that Prometheus asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+
+import httpx
+import pytest
+
+from echo_sgl.engine.metrics import outcome_of
+from tests.engine.traffic import FLEX, completion, documents, metric, send_all
+
+ours = pytest.mark.server
+TOKEN_METRICS = {
+    "echo_sgl_prompt_tokens_total": lambda usage: usage["prompt_tokens"],
+    "echo_sgl_cached_prompt_tokens_total": lambda usage: usage["prompt_tokens_details"][
+        "cached_tokens"
+    ],
+    "echo_sgl_generated_tokens_total": lambda usage: usage["completion_tokens"],
+}
+
+
+@ours
+@pytest.mark.parametrize("task", ["online", "offline"])
+def test_tokens_and_latencies_add_up_to_what_the_clients_saw(echo_server, task):
+    names = [*TOKEN_METRICS, "echo_sgl_ttft_seconds_count", "echo_sgl_tpot_seconds_count"]
+    before = {name: metric(echo_server, name, task=task) for name in names}
+    extra = FLEX if task == "offline" else {}
+    [document] = documents(1, 80, seed=21)
+    bodies = [completion(f"{document} {n}", 4 + n, **extra) for n in range(12)]
+    usages = [answer.json()["usage"] for answer in asyncio.run(send_all(echo_server, bodies))]
+    grown = {name: metric(echo_server, name, task=task) - before[name] for name in names}
+    expected = {name: sum(map(read, usages)) for name, read in TOKEN_METRICS.items()}
+    expected |= dict.fromkeys(names[-2:], len(bodies))
+    assert grown == expected
+    assert expected["echo_sgl_cached_prompt_tokens_total"] > 0
+
+
+@ours
+def test_every_series_is_there_before_its_first_event(echo_server):
+    page = httpx.get(f"{echo_server.url}/metrics").text
+    for outcome in ("finished", "cancelled", "expired", "failed"):
+        for task in ("online", "offline"):
+            series = rf'echo_sgl_requests_total{{outcome="{outcome}",task="{task}"}} \d'
+            assert re.search(series, page)
+
+
+@ours
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (package prometheus)")
+def test_promtool_finds_no_fault_with_our_metrics(echo_server):
+    """SGLang's own names hold colons, which promtool rejects: only ours are given to it."""
+    page = httpx.get(f"{echo_server.url}/metrics").text
+    lines = [line for line in page.splitlines() if re.match(r"(# (HELP|TYPE) )?echo_sgl_", line)]
+    assert len(lines) > 100
+    command = ["promtool", "check", "metrics"]
+    text = "\n".join(lines) + "\n"
+    result = subprocess.run(command, check=False, input=text, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("finish", "outcome"),
+    [
+        ({}, "finished"),
+        ({"type": "stop"}, "finished"),
+        ({"type": "length"}, "finished"),
+        ({"type": "abort", "message": "Aborted", "status_code": None}, "cancelled"),
+        ({"type": "abort", "message": None}, "cancelled"),
+        ({"type": "abort", "message": "too long", "status_code": 400}, "failed"),
+        (
+            {"type": "abort", "message": "Request waiting timeout reached.", "status_code": 503},
+            "expired",
+        ),
+    ],
+)
+def test_every_way_to_end_has_one_outcome(finish, outcome):
+    assert outcome_of(finish) == outcome

@@ -1,0 +1,148 @@
+"""Pooled requests and the rest of the server: limits, timeouts, health, load, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import httpx
+import pytest
+
+from eval.server import Server
+from tests.engine.conftest import COMMON_ARGS, STRICT
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    is_idle,
+    metric,
+    pooled,
+    post,
+    send_all,
+    until,
+    wait_until,
+)
+
+pytestmark = pytest.mark.server
+POOL_LIMIT = 5
+TIMEOUT_ENV = {"SGLANG_REQ_WAITING_TIMEOUT": "20"}
+
+
+@pytest.fixture
+def small_pool(server_for, write_config) -> Server:
+    """One offline request runs, five may wait, none of them for more than 20 seconds."""
+    config = write_config(max_pool_requests=POOL_LIMIT, max_running_requests=1)
+    return server_for(COMMON_ARGS, config=config, env=STRICT | TIMEOUT_ENV)
+
+
+def endless(number: int) -> dict[str, object]:
+    """Longer than any test, unless it is aborted."""
+    return completion(f"endless {number}", 7000, rid=f"endless-{number}", **FLEX)
+
+
+async def fill(server: Server, count: int) -> list[asyncio.Task]:
+    async with httpx.AsyncClient(timeout=600) as client:
+        await client.post(f"{server.url}/flush_cache")
+    tasks = [asyncio.create_task(send_all(server, [endless(0)]))]
+    await until(lambda: metric(server, "echo_sgl_pool_requests") == 0 and _runs(server), "it runs")
+    tasks += [asyncio.create_task(send_all(server, [endless(n)])) for n in range(1, count)]
+    await until(lambda: pooled(server) == count - 1, f"{count - 1} requests are pooled")
+    return tasks
+
+
+def abort_all(server: Server) -> None:
+    assert post(server, "/abort_request", {"abort_all": True}).status_code == 200
+    wait_until(lambda: is_idle(server) and pooled(server) == 0, "all are aborted")
+
+
+def test_a_full_pool_answers_503_with_its_limit_and_online_goes_on(small_pool):
+    async def run() -> tuple[httpx.Response, httpx.Response]:
+        tasks = await fill(small_pool, POOL_LIMIT + 1)
+        [refused, online] = [
+            (await send_all(small_pool, [body]))[0]
+            for body in (completion("one too many", 2, **FLEX), completion("online", 2))
+        ]
+        await asyncio.to_thread(abort_all, small_pool)
+        await asyncio.gather(*tasks)
+        return refused, online
+
+    refused, online = asyncio.run(run())
+    assert refused.status_code == 503
+    assert "holds 5 requests, its limit is 5 (offline.max_pool_requests)" in refused.text
+    assert online.status_code == 200
+
+
+def test_health_and_load_see_pooled_requests(small_pool):
+    async def run() -> tuple[httpx.Response, dict[str, object]]:
+        tasks = await fill(small_pool, 4)
+        async with httpx.AsyncClient(timeout=60) as client:
+            health = await client.get(f"{small_pool.url}/health_generate")
+            loads = (await client.get(f"{small_pool.url}/v1/loads")).json()["loads"][0]
+        await asyncio.to_thread(abort_all, small_pool)
+        await asyncio.gather(*tasks)
+        return health, loads
+
+    health, loads = asyncio.run(run())
+    assert health.status_code == 200
+    assert loads["num_running_reqs"] == 1
+    assert loads["num_waiting_reqs"] == 3
+    assert loads["queues"]["waiting"] == 3
+    assert loads["num_total_tokens"] > loads["num_used_tokens"]
+
+
+def test_a_pooled_request_expires_as_a_queued_one_would(small_pool):
+    before = metric(small_pool, "echo_sgl_requests_total", outcome="expired")
+
+    async def run() -> httpx.Response:
+        tasks = await fill(small_pool, 2)
+        expired = (await tasks[1])[0]
+        await asyncio.to_thread(abort_all, small_pool)
+        await tasks[0]
+        return expired
+
+    expired = asyncio.run(run())
+    assert expired.status_code == 503
+    assert "waiting timeout" in expired.text
+    assert metric(small_pool, "echo_sgl_requests_total", outcome="expired") == before + 1
+
+
+def test_pausing_keeps_pooled_requests_and_continuing_finishes_them(small_pool):
+    short = [completion(f"short {n}", 5, **FLEX) for n in range(4)]
+
+    async def run() -> list[httpx.Response]:
+        assert post(small_pool, "/pause_generation", {"mode": "in_place"}).status_code == 200
+        waiting = asyncio.create_task(send_all(small_pool, short))
+        await until(lambda: _waiting(small_pool) == 4, "all four wait")
+        assert post(small_pool, "/continue_generation", {}).status_code == 200
+        return await waiting
+
+    assert [a.json()["usage"]["completion_tokens"] for a in asyncio.run(run())] == [5] * 4
+
+
+def test_a_shutdown_ends_pooled_requests_with_503_instead_of_draining_them(
+    server_for, write_config
+):
+    config = write_config(max_running_requests=1)
+    server = server_for((*COMMON_ARGS, "--random-seed", "7"), config=config, env=STRICT)
+
+    async def run() -> list[httpx.Response]:
+        tasks = await fill(server, 4)
+        os.kill(server.process.pid, signal.SIGTERM)
+        return [answers[0] for answers in await asyncio.gather(*tasks)]
+
+    answers = asyncio.run(run())
+    assert {answer.status_code for answer in answers} == {503}
+    assert all("shutting down" in answer.text for answer in answers)
+    assert server.process.wait(timeout=120) is not None
+
+
+def _load(server: Server) -> dict[str, int]:
+    return httpx.get(f"{server.url}/v1/loads", timeout=30).json()["loads"][0]
+
+
+def _runs(server: Server) -> bool:
+    return _load(server)["num_running_reqs"] > 0
+
+
+def _waiting(server: Server) -> int:
+    return _load(server)["num_waiting_reqs"]

@@ -1,0 +1,230 @@
+"""Two classes of work on the real scheduler, SGLang's strict memory check on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from tests.engine.conftest import COMMON_ARGS, STRICT
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    documents,
+    is_idle,
+    metric,
+    pooled,
+    post,
+    send_all,
+    texts,
+    until,
+    wait_until,
+)
+
+pytestmark = pytest.mark.server
+
+
+def mixed_bodies(*, seed: int = 1) -> list[dict[str, object]]:
+    """40 requests over 5 documents, a third of them online, outputs of 3 to 40 tokens."""
+    rng = random.Random(seed)
+    shared = documents(5, 150, seed=seed)
+    return [
+        completion(
+            f"{rng.choice(shared)} question {number}",
+            rng.randrange(3, 40),
+            **({} if number % 3 == 0 else FLEX),
+        )
+        for number in range(40)
+    ]
+
+
+def expected_texts(stock_server) -> list[str]:
+    return texts(asyncio.run(send_all(stock_server, mixed_bodies())))
+
+
+def test_outputs_are_identical_with_echo_on_and_off(echo_server, stock_server):
+    expected = expected_texts(stock_server)
+    answers = asyncio.run(send_all(echo_server, mixed_bodies()))
+    assert texts(answers) == expected
+    wait_until(lambda: is_idle(echo_server), "the server is idle")
+    assert pooled(echo_server) == 0
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        ("--tp-size", "2"),
+        ("--dp-size", "2", "--enable-mixed-chunk"),
+        ("--disable-overlap-schedule", "--enable-mixed-chunk", "--page-size", "16"),
+    ],
+    ids=["tp2", "dp2-mixed", "no-overlap-mixed-page16"],
+)
+def test_outputs_stay_the_same_under_every_kind_of_step(server_for, stock_server, variant):
+    expected = expected_texts(stock_server)
+    server = server_for(
+        (*COMMON_ARGS, "--max-running-requests", "16", *variant), config="echo", env=STRICT
+    )
+    before = metric(server, "echo_sgl_requests_total", outcome="finished")
+    answers = asyncio.run(send_all(server, mixed_bodies()))
+    assert texts(answers) == expected
+    assert metric(server, "echo_sgl_requests_total", outcome="finished") == before + len(answers)
+    prompt_tokens = sum(answer.json()["usage"]["prompt_tokens"] for answer in answers)
+    assert metric(server, "echo_sgl_prompt_tokens_total") >= prompt_tokens
+    wait_until(lambda: is_idle(server), "the server is idle")
+
+
+def test_two_thousand_pooled_requests_survive_aborts_and_a_flush(server_for, write_config):
+    config = write_config(max_running_requests=4)
+    server = server_for((*COMMON_ARGS, "--max-running-requests", "16"), config=config, env=STRICT)
+    shared = documents(20, 60)
+    bodies = [
+        completion(f"{shared[number % 20]} question {number}", 2, rid=f"job-{number:05d}", **FLEX)
+        for number in range(2000)
+    ]
+
+    async def run() -> list[httpx.Response]:
+        waiting = asyncio.create_task(send_all(server, bodies))
+        await until(lambda: pooled(server) > 1500, "1,500 requests are pooled")
+        aborts = [{"rid": f"job-{number:05d}"} for number in range(1900, 2000)]
+        await send_all(server, aborts, "/abort_request")
+        assert httpx.post(f"{server.url}/flush_cache").status_code == 400  # work is pending
+        assert post(server, "/pause_generation", {"mode": "retract"}).status_code == 200
+        assert httpx.post(f"{server.url}/flush_cache").status_code == 200
+        assert pooled(server) > 1000
+        assert post(server, "/continue_generation", {}).status_code == 200
+        assert (await send_all(server, [completion("online in between")]))[0].status_code == 200
+        return await waiting
+
+    answers = asyncio.run(run())
+    ended = [answer.json()["choices"][0]["finish_reason"] for answer in answers]
+    assert set(ended[:1900]) == {"length"}
+    assert set(ended[1900:]) <= {"length", "abort"}
+    assert ended.count("abort") > 50
+    counted = metric(server, "echo_sgl_requests_total", task="offline")
+    assert counted == 2000
+    assert metric(server, "echo_sgl_requests_total", outcome="cancelled") == ended.count("abort")
+    wait_until(lambda: is_idle(server) and pooled(server) == 0, "everything has ended")
+    assert httpx.post(f"{server.url}/flush_cache").status_code == 200
+
+
+def test_offline_requests_run_in_prefix_order_however_they_arrive(server_for, write_config):
+    """Ten documents of which the pool holds few: only the order decides what is found cached."""
+    config = write_config(max_running_requests=1, utility_ratio=1.0)
+    args = (*COMMON_ARGS, "--max-total-tokens", "2500", "--max-running-requests", "16")
+    server = server_for(args, config=config, env=STRICT)
+    shared = documents(10, 200, seed=3)
+    bodies = [completion(f"{shared[n % 10]} question {n}", 2, **FLEX) for n in range(100)]
+    answers = asyncio.run(send_all(server, bodies))
+    usage = [answer.json()["usage"] for answer in answers]
+    cached = sum(item["prompt_tokens_details"]["cached_tokens"] for item in usage)
+    prompt = sum(item["prompt_tokens"] for item in usage)
+    # 1 in 10 must be computed; the first arrivals may run before the others are there.
+    assert cached / prompt > 0.8
+
+
+def test_an_online_request_takes_the_memory_of_offline_ones(server_for, write_config):
+    args = (*COMMON_ARGS, "--max-total-tokens", "2500", "--max-running-requests", "16")
+    server = server_for(
+        args, config=write_config(max_running_requests=1, utility_ratio=1.0), env=STRICT
+    )
+    httpx.post(f"{server.url}/flush_cache")
+    long_offline = completion(documents(1, 150, seed=5)[0], 1500, **FLEX)
+    online = completion(documents(1, 300, seed=6)[0], 40)
+
+    async def run() -> tuple[httpx.Response, httpx.Response, bool]:
+        offline = asyncio.create_task(send_all(server, [long_offline]))
+        await until(lambda: _running(server) == 1, "the offline request runs")
+        first = (await send_all(server, [online]))[0]
+        was_first = not offline.done()
+        return first, (await offline)[0], was_first
+
+    before = metric(server, "echo_sgl_retractions_total", task="offline")
+    online_answer, offline_answer, online_was_first = asyncio.run(run())
+    assert online_was_first
+    assert online_answer.json()["usage"]["completion_tokens"] == 40
+    assert offline_answer.json()["usage"]["completion_tokens"] == 1500
+    assert metric(server, "echo_sgl_retractions_total", task="offline") > before
+    assert metric(server, "echo_sgl_retractions_total", task="online") == 0
+
+
+def test_an_online_request_takes_the_slot_of_an_offline_one(server_for):
+    server = server_for((*COMMON_ARGS, "--max-running-requests", "2"), config="echo", env=STRICT)
+    offline_bodies = [completion(f"offline {n}", 1200, **FLEX) for n in range(3)]
+
+    async def run() -> tuple[bool, list[httpx.Response]]:
+        offline = asyncio.create_task(send_all(server, offline_bodies))
+        await until(lambda: _running(server) == 2, "offline requests hold both slots")
+        answers = await send_all(server, [completion("online", 3)])
+        return not offline.done(), answers + await offline
+
+    online_was_first, answers = asyncio.run(run())
+    assert online_was_first
+    tokens = [answer.json()["usage"]["completion_tokens"] for answer in answers]
+    assert tokens == [3, 1200, 1200, 1200]
+    assert metric(server, "echo_sgl_retractions_total", task="offline") >= 1
+
+
+def test_decode_memory_is_taken_from_offline_requests_first(server_for, write_config, stock_server):
+    """Six growing requests outgrow the pool: only offline ones are retracted, none is lost."""
+    args = (*COMMON_ARGS, "--max-total-tokens", "2500", "--max-running-requests", "16")
+    server = server_for(args, config=write_config(max_running_requests=5), env=STRICT)
+    bodies = [completion(f"growing {n}", 420, **({} if n < 3 else FLEX)) for n in range(8)]
+    expected = texts(asyncio.run(send_all(stock_server, bodies)))
+    answers = asyncio.run(send_all(server, bodies))
+    assert texts(answers) == expected
+    assert metric(server, "echo_sgl_retractions_total", task="online") == 0
+
+
+def test_an_unfinished_offline_prefill_steps_aside_for_an_online_request(echo_server, stock_server):
+    long_prompts = [completion(text, 4, **FLEX) for text in documents(4, 900, seed=9)]
+    short = [completion(f"online {n}", 4) for n in range(12)]
+
+    async def run() -> list[httpx.Response]:
+        offline = asyncio.create_task(send_all(echo_server, long_prompts))
+        online = [await send_all(echo_server, [body]) for body in short]
+        return [*await offline, *(answer[0] for answer in online)]
+
+    before = metric(echo_server, "echo_sgl_parked_prefills_total")
+    answers = asyncio.run(run())
+    assert texts(answers) == texts(asyncio.run(send_all(stock_server, [*long_prompts, *short])))
+    assert metric(echo_server, "echo_sgl_parked_prefills_total") > before
+    assert metric(echo_server, "echo_sgl_retractions_total") == 0
+
+
+def test_a_cancelled_prefill_leaves_nothing_behind(echo_server):
+    """Clients that go away while their long offline prompts are chunked, parked or pooled."""
+    bodies = [completion(text, 400, **FLEX) for text in documents(6, 900, seed=11)]
+
+    async def run() -> None:
+        calls = asyncio.create_task(send_all(echo_server, bodies))
+        online = asyncio.create_task(send_all(echo_server, [completion("hi", 30)] * 4))
+        await until(lambda: _running(echo_server) > 0, "something runs")
+        calls.cancel()
+        assert {answer.status_code for answer in await online} == {200}
+
+    asyncio.run(run())
+    wait_until(lambda: is_idle(echo_server) and pooled(echo_server) == 0, "all is cancelled")
+    assert httpx.post(f"{echo_server.url}/flush_cache").status_code == 200
+
+
+def test_a_json_schema_holds_for_an_offline_request(echo_server):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    body = {
+        "text": "answer",
+        "sampling_params": {
+            "max_new_tokens": 64,
+            "temperature": 0,
+            "json_schema": str(schema).replace("'", '"'),
+            "custom_params": FLEX,
+        },
+    }
+    answer = post(echo_server, "/generate", body)
+    assert answer.status_code == 200
+    assert answer.json()["text"].startswith("{")
+
+
+def _running(server) -> int:
+    loads = httpx.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
+    return sum(load["num_running_reqs"] for load in loads)
