@@ -16,7 +16,7 @@ from echo_sgl.batches.replies import Reply
 from echo_sgl.cli.window import backoff_s
 from echo_sgl.errors import EchoError
 
-PROBE_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 30.0  # SGLang's own health check gives up after 20 s
 CONNECT_TIMEOUT_S = 10.0
 # An answer may take hours, so there is no read timeout; a host that vanished is found by TCP.
 _KEEPALIVE = (
@@ -25,12 +25,18 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-LOST = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException)
 Say = Callable[[str], None]
 
 
 class ServerError(EchoError, RuntimeError):
     """The server is there but cannot be used for this job."""
+
+
+class NotReadyError(Exception):
+    """The server is there but cannot take work yet."""
+
+
+LOST = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException, NotReadyError)
 
 
 def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.AsyncClient:
@@ -84,11 +90,12 @@ class Connection:
 
         Errors: one of `LOST` when it is away, `ServerError` when it is not an OpenAI server.
         """
-        answer = await self._client.get("/v1/models", timeout=PROBE_TIMEOUT_S)
+        # SGLang answers before its warm-up is over, and ends when the warm-up is refused because
+        # of our requests; its /health says when it is. Other servers may have none: 404 is fine.
+        await self._get_ready("/health")
+        answer = await self._get_ready("/v1/models")
         if answer.status_code in (401, 403):
             raise _key_refused(self._client.base_url)
-        if answer.status_code in (429, 502, 503, 504):
-            raise httpx.RemoteProtocolError(f"it answers {answer.status_code}")
         reply = Reply.parse(answer.status_code, answer.content)
         listed = reply.body.get("data") if isinstance(reply.body, dict) else None
         if answer.status_code != 200 or not isinstance(listed, list):
@@ -98,13 +105,19 @@ class Connection:
             )
         return [str(item["id"]) for item in listed if isinstance(item, dict) and "id" in item]
 
+    async def _get_ready(self, path: str) -> httpx.Response:
+        answer = await self._client.get(path, timeout=PROBE_TIMEOUT_S)
+        if answer.status_code in (429, 502, 503, 504):
+            raise NotReadyError(f"{path} answers {answer.status_code}")
+        return answer
+
     async def wait_models(self) -> list[str]:
         """The same, waiting for as long as the server is away."""
         for attempt in itertools.count():
             try:
                 models = await self.models()
             except LOST as error:
-                await self._pause(attempt, f"no server at {self._client.base_url}", error)
+                await self._pause(attempt, f"no server is ready at {self._client.base_url}", error)
             else:
                 if attempt:
                     self._say("the server is there; carrying on")

@@ -11,8 +11,10 @@ from eval.server import Server
 from tests.cli.jobs import start_cli
 
 NAMED = ("--served-model-name", "tiny")
-METRICS = ("--enable-metrics", "--enable-cache-report", "--max-total-tokens", "20000")
-SMALL = ("--max-running-requests", "2", "--max-queued-requests", "1", "--api-key", "secret")
+KV_POOL = ("--max-total-tokens", "20000")
+METRICS = ("--enable-metrics", "--enable-cache-report", *KV_POOL)
+REFUSING = ("--max-running-requests", "2", "--max-queued-requests", "1")
+SMALL = (*REFUSING, "--api-key", "secret", *KV_POOL)
 StartCli = Callable[..., subprocess.Popen[str]]
 
 
