@@ -34,7 +34,7 @@ from eval.workloads.traces import bursty_arrivals
 BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
 JOB_FILE = BUILD_DIR / "demo" / "job.jsonl"
 SERVED_MODEL = "echo-demo"
-ARM_TITLES = {"stock": "stock SGLang", "echo": "with Echo"}
+ARM_TITLES = {"stock": "stock SGLang", "echo": "SGLang + Echo"}
 WINDOW = 512
 SYSTEM_PROMPT = "You are a friendly assistant. Answer in one short sentence."
 SERVER_ARGS = ("--served-model-name", SERVED_MODEL, "--enable-cache-report", "--enable-metrics")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,8 +27,8 @@ def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model folder or hub id, the one its server uses."""
     from transformers import AutoTokenizer
 
-    # Not verbose: documents are longer than the model's context before they are cut.
-    tokenizer: Any = AutoTokenizer.from_pretrained(model, verbose=False)
+    # Documents may be longer than the model's context before they are cut: no warning then.
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, model_max_length=sys.maxsize)
     return tokenizer  # type: ignore[no-any-return]
 
 

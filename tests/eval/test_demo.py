@@ -22,7 +22,7 @@ STOCK = ArmResult(
     "stock SGLang",
     [online(0, first_token_s=2.0, last_token_s=2.4), *(offline(n + 1.0) for n in range(100))],
 )
-ECHO = ArmResult("echo", "with Echo", [online(0), *(offline((n + 1) / 2) for n in range(100))])
+ECHO = ArmResult("echo", "SGLang + Echo", [online(0), *(offline((n + 1) / 2) for n in range(100))])
 ROW = dict.fromkeys(ROW_KEYS, 1)
 
 
@@ -60,18 +60,18 @@ def test_what_went_wrong_is_said_and_nothing_when_all_went_well() -> None:
     assert faults([STOCK, ECHO]) == []
     bad = ArmResult(
         "echo",
-        "with Echo",
+        "SGLang + Echo",
         [online(status=Status.ERROR), online(sent_s=1.0), offline(1, status=Status.CANCELLED)],
     )
     told = "\n".join(faults([STOCK, bad]))
-    assert "with Echo: 1 of 2 online requests failed" in told
-    assert "with Echo: 1 of 2 online requests were sent late" in told
-    assert "with Echo: 1 of 1 offline requests were not answered" in told
-    assert "note: with Echo: 1 of 2 online requests failed" in printed([STOCK, bad])
+    assert "SGLang + Echo: 1 of 2 online requests failed" in told
+    assert "SGLang + Echo: 1 of 2 online requests were sent late" in told
+    assert "SGLang + Echo: 1 of 1 offline requests were not answered" in told
+    assert "note: SGLang + Echo: 1 of 2 online requests failed" in printed([STOCK, bad])
 
 
 def test_an_arm_without_any_answer_still_gives_a_table() -> None:
-    empty = ArmResult("echo", "with Echo", [offline(5.0, status=Status.CANCELLED)])
+    empty = ArmResult("echo", "SGLang + Echo", [offline(5.0, status=Status.CANCELLED)])
     assert "-> 0 in 5 s" in printed([STOCK, empty], width=400)
 
 
