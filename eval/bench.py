@@ -16,7 +16,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-BENCHES = ("bench_cpu",)
+BENCHES = ("bench_cpu", "bench_pool")
 RESULT_FILE = Path(__file__).resolve().parent.parent / "build" / "bench.json"
 ROW_KEYS = ("name", "ours", "stock", "ratio", "unit", "n", "machine")
 
@@ -70,7 +70,9 @@ def bench_table(rows: Sequence[Row]) -> Table:
 
 
 def _cell(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "-" if value is None else str(value)
 
 
 if __name__ == "__main__":
