@@ -74,6 +74,8 @@ class ServerPool:
         log_path = LOGS_DIR / f"test-{os.getpid()}-{self._started}.log"
         device_args = CPU_ARGS if activate() else CPU_ARGS[2:]
         all_args = (*device_args, *POOL_ARGS, *args)  # the last of two equal options holds
+        # One thread is as fast for a tiny model, and leaves a core to whoever asks.
+        env = {"OMP_NUM_THREADS": "1", **(env or {})}
         server = start_server(model, all_args, config=config, env=env, log_path=log_path)
         try:
             wait_ready(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
@@ -14,6 +15,9 @@ from sglang.srt.managers.schedule_policy import (
 
 from echo_sgl.engine.tasks import task_of
 from echo_sgl.types import Task
+
+# A neighbour's prefix is worth one step's wait when it saves at least this much prefill.
+MIN_SHARED_TOKENS = 32
 
 
 def is_offline(req: Req) -> bool:
@@ -51,12 +55,14 @@ class EchoPrefillAdder(PrefillAdder):
     """Retracts offline requests, last started first, when an online one does not fit.
 
     `offline_tokens_left` bounds what offline requests may prefill in this step; None when
-    only the chunk size does. `yields_to_priorities` says whether SGLang's own preemption
-    among online requests was asked for.
+    only the chunk size does. `inflight` are the requests whose prefill is launched but not
+    yet in the tree. `yields_to_priorities` says whether SGLang's own preemption among online
+    requests was asked for.
     """
 
     rem_chunk_tokens: int | None
     offline_tokens_left: int | None = None
+    inflight: Sequence[Req] = ()
     yields_to_priorities: bool = False
 
     def add_one_req(
@@ -106,6 +112,24 @@ class EchoPrefillAdder(PrefillAdder):
         self.rem_chunk_tokens = whole_chunk - used
         self._charge_offline(used)
         return result
+
+    def _prefix_is_being_computed(self, req: Req) -> bool:
+        """Whether a neighbour in prefix order computes, right now, what this one would.
+
+        Its KV reaches the tree only after its step, so running both at once would compute the
+        shared prefix twice; one step later it is a hit.
+        """
+        num_tokens = req.prefix_len + max(MIN_SHARED_TOKENS, self.page_size)
+        most_tokens = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
+        if num_tokens > most_tokens or not self.tree_cache.supports_prefix_sharing():
+            return False
+        start = req.origin_input_ids[:num_tokens]
+        return any(
+            neighbour.origin_input_ids[:num_tokens] == start
+            and neighbour.extra_key == req.extra_key
+            and neighbour.cache_salt == req.cache_salt
+            for neighbour in (*self.inflight[-1:], *self.can_run_list[-1:])
+        )
 
     def _charge_offline(self, num_tokens: int) -> None:
         if self.offline_tokens_left is not None:

@@ -245,9 +245,17 @@ class EchoScheduler(Scheduler):
             self._pool(req, resumed=True)
         self._parked = []
 
+    def _launched_prefills(self) -> list[Req]:
+        """Requests of a prefill step whose result overlap scheduling has yet to process."""
+        if not self.result_queue:
+            return []
+        batch = self.result_queue[-1][0]
+        return batch.reqs if batch.forward_mode.is_extend() else []
+
     def _new_adder(self, *args: Any, **kwargs: Any) -> EchoPrefillAdder:
         adder = EchoPrefillAdder(*args, **kwargs)
         adder.offline_tokens_left = self.policy.offline_chunk_tokens
+        adder.inflight = self._launched_prefills()
         adder.yields_to_priorities = self.yields_to_priorities
         return adder
 

@@ -85,6 +85,7 @@ RELIED_ON = (
         "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache "
         "hisparse_coordinator offload_kv",
     ),
+    Seam(f"{_BATCH}.Req._compute_max_prefix_len", "self input_len"),
     Seam(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count offload_kv"),
     Seam(f"{_BATCH}.ScheduleBatch.filter_batch", "self reqs_to_exclude keep_indices"),
     Seam(

@@ -124,6 +124,18 @@ def test_offline_requests_run_in_prefix_order_however_they_arrive(server_for, wr
     assert cached / prompt > 0.8
 
 
+def test_neighbours_that_arrive_together_compute_their_shared_prefix_once(echo_server):
+    """All fit into one prefill step; computed at once, each would miss the same prefix."""
+    httpx.post(f"{echo_server.url}/flush_cache")
+    [shared] = documents(1, 40, seed=31)
+    bodies = [completion(f"{shared} {n}", 1, **FLEX) for n in range(12)]
+    answers = asyncio.run(send_all(echo_server, bodies))
+    usage = [answer.json()["usage"] for answer in answers]
+    missed = [u["prompt_tokens"] - u["prompt_tokens_details"]["cached_tokens"] for u in usage]
+    assert usage[0]["prompt_tokens"] > 100
+    assert sum(missed) < 2 * usage[0]["prompt_tokens"]
+
+
 def test_an_online_request_takes_the_memory_of_offline_ones(server_for, write_config):
     args = (*COMMON_ARGS, "--max-total-tokens", "2500", "--max-running-requests", "16")
     server = server_for(
