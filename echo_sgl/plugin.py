@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-CONFIG_ENV = "ECHO_SGL_CONFIG"
+from echo_sgl.config import CONFIG_ENV
 
 
 def register() -> None:

@@ -107,9 +107,9 @@ def wait_ready(server: Server, timeout_s: float = READY_TIMEOUT_S) -> None:
 
 
 def stop_server(server: Server) -> None:
-    """End the process group that `start_server` made: politely, then for sure."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGTERM)
+    """End the server politely by its pid, then for sure the process group that it leads."""
+    # A signal to the whole group would kill its ranks first, which SGLang reports as a crash.
+    server.process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.process.wait(STOP_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):

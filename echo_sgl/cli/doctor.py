@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from echo_sgl.cli.serve import PLUGIN_FILTER_ENV, PLUGIN_NAME, check_plugin_filter
 from echo_sgl.config import load_config, resolve_config_path
 from echo_sgl.errors import ConfigError
-
-PLUGIN_NAME = "echo_sgl"
 
 
 def doctor(
@@ -41,21 +40,14 @@ def doctor(
     raise typer.Exit(1 if problems else 0)
 
 
-def plugin_allowed(allowed: str | None) -> bool:
-    """Whether SGLang's own whitelist (SGLANG_PLUGINS) lets Echo in."""
-    names = [name.strip() for name in (allowed or "").split(",") if name.strip()]
-    return not names or PLUGIN_NAME in names
-
-
 def _plugin_problems() -> list[str]:
     problems = []
     if not any(entry.name == PLUGIN_NAME for entry in entry_points(group="sglang.srt.plugins")):
         problems.append("SGLang does not see the plugin: install the echo-sgl package")
-    if not plugin_allowed(os.environ.get("SGLANG_PLUGINS")):
-        problems.append(
-            f"SGLANG_PLUGINS is {os.environ['SGLANG_PLUGINS']!r} and leaves Echo out: "
-            f"add {PLUGIN_NAME} or unset it"
-        )
+    try:
+        check_plugin_filter(os.environ.get(PLUGIN_FILTER_ENV, ""))
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
 
 

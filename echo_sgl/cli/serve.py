@@ -32,7 +32,7 @@ def serve(
     """
     path = resolve_config_path(config)
     load_config(path)
-    _check_plugin_filter(os.environ.get(PLUGIN_FILTER_ENV, ""))
+    check_plugin_filter(os.environ.get(PLUGIN_FILTER_ENV, ""))
     script = Path(sys.executable).with_name("sglang")
     if not script.exists():
         typer.echo(
@@ -46,7 +46,7 @@ def serve(
     os.execv(sys.executable, [sys.executable, str(script), "serve", *context.args])
 
 
-def _check_plugin_filter(value: str) -> None:
+def check_plugin_filter(value: str) -> None:
     """Refuse a `SGLANG_PLUGINS` that leaves Echo out: the server would silently run stock."""
     names = [name.strip() for name in value.split(",")]
     if value and PLUGIN_NAME not in names:

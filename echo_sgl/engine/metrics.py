@@ -113,6 +113,7 @@ class SchedulerMetrics:
             ["task"],
         ).labels(Task.OFFLINE)
         self._next_publish_s = 0.0
+        self._shows_waiting = False
 
     @staticmethod
     def create(*, enabled: bool) -> SchedulerMetrics:
@@ -125,10 +126,15 @@ class SchedulerMetrics:
         self._parks.inc()
 
     def publish_pool(self, pool: OfflinePool, now_s: float) -> None:
-        """Refresh the gauges, a few times a second at most."""
-        if now_s < self._next_publish_s:
+        """Refresh the gauges: a few times a second at most, and at once when the pool is empty.
+
+        An idle scheduler may sleep, so what stands there last must be right.
+        """
+        emptied = not pool and self._shows_waiting
+        if now_s < self._next_publish_s and not emptied:
             return
         self._next_publish_s = now_s + POOL_PUBLISH_INTERVAL_S
+        self._shows_waiting = len(pool) > 0
         self._pool_requests.set(len(pool))
         self._pool_oldest_age_s.set(pool.oldest_age_s(now_s))
 

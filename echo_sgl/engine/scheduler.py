@@ -115,6 +115,11 @@ class EchoScheduler(Scheduler):
         self._release_aborted_request(req)
         self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
 
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        super().process_input_requests(recv_reqs)
+        # Here and not where a batch is made: the loop comes by while the engine is paused, too.
+        self.echo_metrics.publish_pool(self.offline_pool, time.perf_counter())
+
     def abort_request(self, recv_req: AbortReq) -> None:
         # SGLang aborts what it finds in its own queue; pooled requests end the same way there.
         prefix = "" if recv_req.abort_all else recv_req.rid
@@ -143,13 +148,6 @@ class EchoScheduler(Scheduler):
         return not pooled and super().is_fully_idle(for_health_check, ignore_waiting)
 
     # ---- one step --------------------------------------------------------------------------
-
-    def get_next_batch_to_run(
-        self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
-    ) -> Any:
-        plan = super().get_next_batch_to_run(running_batch, last_batch)
-        self.echo_metrics.publish_pool(self.offline_pool, time.perf_counter())
-        return plan
 
     def _should_defer_prefill(self, running_batch: ScheduleBatch) -> bool:
         return super()._should_defer_prefill(running_batch) or self._online_decode_is_due(

@@ -72,7 +72,7 @@ RELIED_ON = (
     Seam(f"{_SCHEDULER}._poll_timeout_aborts", "self"),
     Seam(f"{_SCHEDULER}.record_weight_version_change", "self new_version"),
     Seam(f"{_SCHEDULER}.is_fully_idle", "self for_health_check ignore_waiting"),
-    Seam(f"{_SCHEDULER}.get_next_batch_to_run", "self running_batch last_batch"),
+    Seam(f"{_SCHEDULER}.process_input_requests", "self recv_reqs"),
     Seam(f"{_SCHEDULER}._should_defer_prefill", "self running_batch"),
     Seam(
         f"{_SCHEDULER}._get_new_batch_prefill_raw",

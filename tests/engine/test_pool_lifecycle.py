@@ -25,19 +25,19 @@ from tests.engine.traffic import (
 
 pytestmark = pytest.mark.server
 POOL_LIMIT = 5
-TIMEOUT_ENV = {"SGLANG_REQ_WAITING_TIMEOUT": "20"}
+ARGS = (*COMMON_ARGS, "--max-total-tokens", "16000")
 
 
 @pytest.fixture
 def small_pool(server_for, write_config) -> Server:
-    """One offline request runs, five may wait, none of them for more than 20 seconds."""
+    """One offline request runs, five may wait."""
     config = write_config(max_pool_requests=POOL_LIMIT, max_running_requests=1)
-    return server_for(COMMON_ARGS, config=config, env=STRICT | TIMEOUT_ENV)
+    return server_for(ARGS, config=config, env=STRICT)
 
 
 def endless(number: int) -> dict[str, object]:
-    """Longer than any test, unless it is aborted."""
-    return completion(f"endless {number}", 7000, rid=f"endless-{number}", **FLEX)
+    """Runs for half a minute unless it is aborted; nothing here waits for its end."""
+    return completion(f"endless {number}", 15_000, rid=f"endless-{number}", **FLEX)
 
 
 async def fill(server: Server, count: int) -> list[asyncio.Task]:
@@ -90,40 +90,45 @@ def test_health_and_load_see_pooled_requests(small_pool):
     assert loads["num_total_tokens"] > loads["num_used_tokens"]
 
 
-def test_a_pooled_request_expires_as_a_queued_one_would(small_pool):
-    before = metric(small_pool, "echo_sgl_requests_total", outcome="expired")
+def test_pausing_keeps_pooled_requests_and_continuing_finishes_them(small_pool):
+    short = [completion(f"short {n}", 5, **FLEX) for n in range(4)]
+
+    async def run() -> list[httpx.Response]:
+        [blocker] = await fill(small_pool, 1)
+        waiting = asyncio.create_task(send_all(small_pool, short))
+        await until(lambda: pooled(small_pool) == 4, "all four wait")
+        assert post(small_pool, "/pause_generation", {"mode": "retract"}).status_code == 200
+        assert post(small_pool, "/continue_generation", {}).status_code == 200
+        assert post(small_pool, "/abort_request", {"rid": "endless-0"}).status_code == 200
+        await blocker
+        return await waiting
+
+    assert [a.json()["usage"]["completion_tokens"] for a in asyncio.run(run())] == [5] * 4
+
+
+def test_a_pooled_request_expires_as_a_queued_one_would(server_for, write_config):
+    config = write_config(max_running_requests=1)
+    timeout = {"SGLANG_REQ_WAITING_TIMEOUT": "2"}
+    server = server_for(ARGS, config=config, env=STRICT | timeout)
 
     async def run() -> httpx.Response:
-        tasks = await fill(small_pool, 2)
-        expired = (await tasks[1])[0]
-        await asyncio.to_thread(abort_all, small_pool)
-        await tasks[0]
+        [blocker] = await fill(server, 1)
+        expired = (await send_all(server, [endless(1)]))[0]
+        await asyncio.to_thread(abort_all, server)
+        await blocker
         return expired
 
     expired = asyncio.run(run())
     assert expired.status_code == 503
     assert "waiting timeout" in expired.text
-    assert metric(small_pool, "echo_sgl_requests_total", outcome="expired") == before + 1
-
-
-def test_pausing_keeps_pooled_requests_and_continuing_finishes_them(small_pool):
-    short = [completion(f"short {n}", 5, **FLEX) for n in range(4)]
-
-    async def run() -> list[httpx.Response]:
-        assert post(small_pool, "/pause_generation", {"mode": "in_place"}).status_code == 200
-        waiting = asyncio.create_task(send_all(small_pool, short))
-        await until(lambda: _waiting(small_pool) == 4, "all four wait")
-        assert post(small_pool, "/continue_generation", {}).status_code == 200
-        return await waiting
-
-    assert [a.json()["usage"]["completion_tokens"] for a in asyncio.run(run())] == [5] * 4
+    assert metric(server, "echo_sgl_requests_total", outcome="expired", task="offline") == 1
 
 
 def test_a_shutdown_ends_pooled_requests_with_503_instead_of_draining_them(
     server_for, write_config
 ):
     config = write_config(max_running_requests=1)
-    server = server_for((*COMMON_ARGS, "--random-seed", "7"), config=config, env=STRICT)
+    server = server_for((*ARGS, "--random-seed", "7"), config=config, env=STRICT)
 
     async def run() -> list[httpx.Response]:
         tasks = await fill(server, 4)
@@ -142,7 +147,3 @@ def _load(server: Server) -> dict[str, int]:
 
 def _runs(server: Server) -> bool:
     return _load(server)["num_running_reqs"] > 0
-
-
-def _waiting(server: Server) -> int:
-    return _load(server)["num_waiting_reqs"]
