@@ -98,9 +98,8 @@ class EchoPrefillAdder(PrefillAdder):
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
         # SGLang tracks one unfinished chunk only; it has used up what this step had.
-        if has_chunked_req or (
-            self.offline_tokens_left is not None and self.offline_tokens_left <= 0
-        ):
+        spent = self.offline_tokens_left is not None and self.offline_tokens_left <= 0
+        if has_chunked_req or spent or self._prefix_is_being_computed(req):
             return AddReqResult.OTHER
         whole_chunk = self.rem_chunk_tokens
         if whole_chunk is None or self.offline_tokens_left is None:

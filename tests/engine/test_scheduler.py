@@ -137,7 +137,7 @@ def test_neighbours_that_arrive_together_compute_their_shared_prefix_once(echo_s
     answers = asyncio.run(send_all(echo_server, bodies))
     usage = [answer.json()["usage"] for answer in answers]
     missed = [u["prompt_tokens"] - u["prompt_tokens_details"]["cached_tokens"] for u in usage]
-    assert usage[0]["prompt_tokens"] > 100
+    assert usage[0]["prompt_tokens"] > 64
     assert sum(missed) < 2 * usage[0]["prompt_tokens"]
 
 
