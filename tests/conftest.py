@@ -15,7 +15,7 @@ from eval.models import demo_model
 from eval.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
 
 LOGS_DIR = Path(__file__).resolve().parent.parent / "build" / "logs"
-MAX_ALIVE_SERVERS = int(os.environ.get("ECHO_TEST_MAX_SERVERS", "2"))  # 2.6 GiB each
+MAX_ALIVE_SERVERS = int(os.environ.get("ECHO_TEST_MAX_SERVERS", "3"))  # 2.6 GiB each
 # An idle scheduler polls at full speed: one that waits its turn would take half of the machine.
 POOL_ARGS = ("--max-total-tokens", "40000", "--random-seed", "0", "--sleep-on-idle")
 
