@@ -36,7 +36,7 @@ bench: install
 
 # A package that pyproject.toml forgets is missing only from the wheel.
 wheel: install
-	rm -rf build/wheel
+	rm -rf build/wheel build/lib build/bdist.*
 	$(BIN)/python -m build --wheel --outdir build/wheel . >/dev/null
 	$(BIN)/python -m zipfile -e build/wheel/*.whl build/wheel/unpacked
 	cd build/wheel && PYTHONPATH=unpacked ../../$(BIN)/python -P -c "$$WHEEL_CHECK"
