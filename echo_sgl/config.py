@@ -43,10 +43,46 @@ class OfflineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Which cached tokens are evicted first.
+
+    `order`: "stock" leaves SGLang's own tree and eviction in place; the others are those of
+    `policies/eviction_order.py`. Online use of the last `protected_window_s` is protected up
+    to `protected_share` of the KV pool; what online does not use of it is lent to offline.
+    """
+
+    order: str = _choice("next-use", "next-use", "echo", "lru", "stock")
+    protected_share: float = _number(0.5, 0.0, 1.0)
+    protected_window_s: float = _number(300.0, 0.0, 86_400.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveConfig:
+    """How much of the KV pool active offline requests leave free for a burst of online ones.
+
+    `predictor`: "mean-std" is Echo's mean + `k` standard deviations of online use over
+    `window_s`; "peak" is calibrated on the peaks of the next `horizon_s` that it saw, to
+    cover `coverage` of them. Until something was seen, `cold_start_share` of the pool is
+    kept free. The reserve is never below `min_tokens` nor above `max_share` of the pool.
+    """
+
+    predictor: str = _choice("peak", "peak", "mean-std", "off")
+    window_s: float = _number(3600.0, 1.0, 86_400.0)
+    horizon_s: float = _number(300.0, 1.0, 3600.0)
+    k: float = _number(2.0, 0.0, 100.0)
+    coverage: float = _number(0.97, 0.5, 0.999)
+    cold_start_share: float = _number(0.25, 0.0, 1.0)
+    min_tokens: int = _number(0, 0, 1_000_000_000)
+    max_share: float = _number(0.9, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class EchoConfig:
     """All that Echo can be told, one section per concern."""
 
     offline: OfflineConfig = OfflineConfig()
+    cache: CacheConfig = CacheConfig()
+    reserve: ReserveConfig = ReserveConfig()
 
 
 def load_config(path: str | os.PathLike[str]) -> EchoConfig:

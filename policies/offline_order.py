@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedDict
 
+from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey, prefix_key
 from echo_sgl.types import PendingRequest
 
-PrefixKey = tuple[str, Sequence[int], int]
+
+@dataclass(frozen=True, slots=True)
+class PrefixNeed:
+    """Which waiting requests want a cached prefix.
+
+    `walk_key` is the last of them on the prefix walk: compared with the walk's cursor it
+    tells when the prefix is used next. `is_next`: one of them is resumed before all others.
+    """
+
+    num_waiting: int
+    walk_key: PrefixKey | None
+    is_next: bool
 
 
 class OfflineOrder(ABC):
@@ -28,6 +41,8 @@ class OfflineOrder(ABC):
     def __init__(self) -> None:
         self._by_age: SortedDict[int, PendingRequest] = SortedDict()
         self._resumed: SortedDict[int, PendingRequest] = SortedDict()
+        self._by_prefix = PrefixIndex()
+        self._resumed_by_prefix = PrefixIndex()
 
     def __len__(self) -> int:
         return len(self._by_age) + len(self._resumed)
@@ -38,17 +53,19 @@ class OfflineOrder(ABC):
             raise ValueError(f"request {request.rid!r} is already waiting")
         if resumed:
             self._resumed[request.sequence] = request
+            self._resumed_by_prefix.add(request)
         else:
             self._by_age[request.sequence] = request
-            self._insert(request)
+            self._by_prefix.add(request)
 
     def remove(self, request: PendingRequest) -> None:
         """Forget a request that ended while it waited. Errors: `KeyError` if it does not wait."""
         if request.sequence in self._resumed:
             del self._resumed[request.sequence]
+            self._resumed_by_prefix.remove(request)
         else:
             del self._by_age[request.sequence]
-            self._delete(request)
+            self._by_prefix.remove(request)
 
     def take(self, request: PendingRequest) -> None:
         """Remove a request because it was picked from `upcoming`."""
@@ -69,15 +86,20 @@ class OfflineOrder(ABC):
         heads = [index.peekitem(0) for index in (self._by_age, self._resumed) if index]
         return min(heads)[1] if heads else None
 
+    def need(self, namespace: str, path: MutableSequence[int]) -> PrefixNeed:
+        """Who waits for the prefix `path` (at least one token); O(log n)."""
+        num_resumed = self._resumed_by_prefix.count_through(namespace, path)
+        walk_key, num_unstarted = self._by_prefix.last_and_count(namespace, path)
+        return PrefixNeed(num_unstarted + num_resumed, walk_key, num_resumed > 0)
+
+    @property
+    def cursor(self) -> PrefixKey | None:
+        """Where the prefix walk stands; None before the first pick and in other orders."""
+        return None
+
     @abstractmethod
     def _picks(self) -> Iterator[PendingRequest]:
         """The requests that have not started, next pick first."""
-
-    def _insert(self, request: PendingRequest) -> None:
-        """Extend a subclass's own index."""
-
-    def _delete(self, request: PendingRequest) -> None:
-        """Shrink a subclass's own index."""
 
     def _advance(self, request: PendingRequest) -> None:
         """Note that a request that had not started was picked."""
@@ -111,21 +133,18 @@ class PsmOrder(OfflineOrder):
             raise ValueError(f"utility_ratio is {utility_ratio}; allowed is 0 to 1")
         self._utility_ratio = utility_ratio
         self._seed = seed
-        self._by_prefix: SortedList[PrefixKey] = SortedList()
         self._cursor: PrefixKey | None = None
         self._num_picked = 0
         self._picked_by_age: set[int] = set()
 
-    def _insert(self, request: PendingRequest) -> None:
-        self._by_prefix.add(_prefix_key(request))
-
-    def _delete(self, request: PendingRequest) -> None:
-        self._by_prefix.remove(_prefix_key(request))
+    @property
+    def cursor(self) -> PrefixKey | None:
+        return self._cursor
 
     def _advance(self, request: PendingRequest) -> None:
         self._num_picked += 1
         if request.sequence not in self._picked_by_age:
-            self._cursor = _prefix_key(request)
+            self._cursor = prefix_key(request)
 
     def _picks(self) -> Iterator[PendingRequest]:
         self._picked_by_age = set()
@@ -147,8 +166,10 @@ class PsmOrder(OfflineOrder):
         if self._cursor is None:
             keys: Iterator[PrefixKey] = iter(self._by_prefix)
         else:
-            behind = self._by_prefix.irange(self._cursor, inclusive=(False, True))
-            before = self._by_prefix.irange(maximum=self._cursor)
+            behind, before = (
+                self._by_prefix.after(self._cursor),
+                self._by_prefix.up_to(self._cursor),
+            )
             keys = itertools.chain(behind, before)
         return (sequence for _, _, sequence in keys)
 
@@ -172,7 +193,3 @@ def create_offline_order(name: str, *, utility_ratio: float, seed: int) -> Offli
     if name == "fcfs":
         return FcfsOrder()
     raise ValueError(f"offline order is {name!r}; known are psm, fcfs")
-
-
-def _prefix_key(request: PendingRequest) -> PrefixKey:
-    return request.namespace, request.prompt, request.sequence

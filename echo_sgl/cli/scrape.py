@@ -19,6 +19,22 @@ _COUNTERS = {
     "echo_sgl_cached_prompt_tokens_total": "cached_prompt_tokens",
     "echo_sgl_generated_tokens_total": "generated_tokens",
     "echo_sgl_retractions_total": "retractions",
+    "echo_sgl_punished_tokens_total": "punished_tokens",
+    "echo_sgl_recomputed_tokens_sum": "recomputed_tokens",
+    "echo_sgl_held_back_total": "held_back",
+    "echo_sgl_reserve_hits_total": "reserve_hits",
+}
+_GAUGES = {
+    "echo_sgl_pool_requests": "pool_requests",
+    "echo_sgl_cached_tokens": "cached_tokens",
+    "echo_sgl_active_kv_tokens": "active_kv_tokens",
+    "echo_sgl_kv_limit_tokens": "kv_limit_tokens",
+    "echo_sgl_reserve_tokens": "reserve_tokens",
+    "echo_sgl_protected_tokens": "protected_tokens",
+}
+_LABELLED = {
+    "echo_sgl_requests_total": ("requests", "outcome"),
+    "echo_sgl_evicted_tokens_total": ("evicted_tokens", "worth"),
 }
 _HISTOGRAMS = {
     "echo_sgl_ttft_seconds_bucket": "ttft_s",
@@ -39,9 +55,19 @@ class TaskFigures:
     cached_prompt_tokens: float = 0.0
     generated_tokens: float = 0.0
     retractions: float = 0.0
+    punished_tokens: float = 0.0
+    recomputed_tokens: float = 0.0
+    held_back: float = 0.0
+    reserve_hits: float = 0.0
     pool_requests: float = 0.0
+    cached_tokens: float = 0.0
+    active_kv_tokens: float = 0.0
+    kv_limit_tokens: float = 0.0
+    reserve_tokens: float = 0.0
+    protected_tokens: float = 0.0
     pool_oldest_age_s: float = 0.0
     requests: dict[str, float] = field(default_factory=dict)
+    evicted_tokens: dict[str, float] = field(default_factory=dict)
     ttft_s: Buckets = field(default_factory=dict)
     tpot_s: Buckets = field(default_factory=dict)
 
@@ -61,7 +87,7 @@ class TaskFigures:
             name: _growth(getattr(self, name), getattr(earlier, name))
             for name in _COUNTERS.values()
         }
-        for name in ("requests", *_HISTOGRAMS.values()):
+        for name in ("requests", "evicted_tokens", *_HISTOGRAMS.values()):
             before = getattr(earlier, name)
             changes[name] = {
                 key: _growth(value, before.get(key, 0.0))
@@ -103,17 +129,17 @@ def quantile(buckets: Mapping[float, float], share: float) -> float:
 
 
 def _add(figures: TaskFigures, name: str, labels: Mapping[str, str], value: float) -> None:
-    if field_name := _COUNTERS.get(name):
+    if field_name := _COUNTERS.get(name) or _GAUGES.get(name):
         setattr(figures, field_name, getattr(figures, field_name) + value)
     elif field_name := _HISTOGRAMS.get(name):
         buckets: Buckets = getattr(figures, field_name)
         bound = float(labels["le"])
         buckets[bound] = buckets.get(bound, 0.0) + value
-    elif name == "echo_sgl_requests_total":
-        outcome = labels.get("outcome", "unknown")
-        figures.requests[outcome] = figures.requests.get(outcome, 0.0) + value
-    elif name == "echo_sgl_pool_requests":
-        figures.pool_requests += value
+    elif name in _LABELLED:
+        field_name, label = _LABELLED[name]
+        counts: dict[str, float] = getattr(figures, field_name)
+        kind = labels.get(label, "unknown")
+        counts[kind] = counts.get(kind, 0.0) + value
     elif name == "echo_sgl_pool_oldest_age_seconds":
         figures.pool_oldest_age_s = max(figures.pool_oldest_age_s, value)
 

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 SCRAPE_TIMEOUT_S = 10.0
 NOTHING = "-"
+_COUNTS = ("punished_tokens", "recomputed_tokens", "retractions", "held_back", "reserve_hits")
+_GAUGES = (
+    "cached_tokens",
+    "protected_tokens",
+    "active_kv_tokens",
+    "kv_limit_tokens",
+    "reserve_tokens",
+    "pool_requests",
+)
 
 
 class ScrapeError(Exception):
@@ -185,6 +194,16 @@ def _figures_json(figures: TaskFigures) -> dict[str, Any]:
         "pool_requests": figures.pool_requests,
         "pool_oldest_age_s": figures.pool_oldest_age_s,
         "retractions": figures.retractions,
+        "cached_tokens": figures.cached_tokens,
+        "protected_tokens": figures.protected_tokens,
+        "evicted_tokens": figures.evicted_tokens,
+        "punished_tokens": figures.punished_tokens,
+        "recomputed_tokens": figures.recomputed_tokens,
+        "active_kv_tokens": figures.active_kv_tokens,
+        "kv_limit_tokens": figures.kv_limit_tokens,
+        "reserve_tokens": figures.reserve_tokens,
+        "reserve_hits": figures.reserve_hits,
+        "held_back": figures.held_back,
     }
 
 
@@ -203,8 +222,12 @@ def _cells(figures: TaskFigures, interval_s: float) -> dict[str, str]:
     for name in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"):
         label, share, _ = name.split("_")
         cells[f"{label.upper()} {share}, ms"] = _shown(values[name] * 1000, "{:,.1f}")
-    cells["retractions"] = count(figures.retractions)
-    cells["pool requests"] = f"{figures.pool_requests:,.0f}"
+    for worth, num_tokens in figures.evicted_tokens.items():
+        cells[f"evicted {worth.replace('_', ' ')} tokens"] = count(num_tokens)
+    for name in _COUNTS:
+        cells[name.replace("_", " ")] = count(values[name])
+    for name in _GAUGES:
+        cells[name.replace("_", " ")] = f"{values[name]:,.0f}"
     cells["pool oldest, s"] = f"{figures.pool_oldest_age_s:,.1f}"
     return cells
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     CLIP_MAX_NEW_TOKENS,
     AddReqResult,
@@ -15,6 +15,9 @@ from sglang.srt.managers.schedule_policy import (
 
 from echo_sgl.engine.tasks import task_of
 from echo_sgl.types import Task
+
+if TYPE_CHECKING:
+    from echo_sgl.engine.kv_limits import KvLimits
 
 # A neighbour's prefix is worth one step's wait when it saves at least this much prefill.
 MIN_SHARED_TOKENS = 32
@@ -55,13 +58,16 @@ class EchoPrefillAdder(PrefillAdder):
     """Retracts offline requests, last started first, when an online one does not fit.
 
     `offline_tokens_left` bounds what offline requests may prefill in this step; None when
-    only the chunk size does. `inflight` are the requests whose prefill is launched but not
-    yet in the tree. `yields_to_priorities` says whether SGLang's own preemption among online
-    requests was asked for.
+    only the chunk size does. `kv_limits` bounds the KV that they may hold active, of which
+    this pass has promised `planned_tokens`. `inflight` are the requests whose prefill is
+    launched but not yet in the tree. `yields_to_priorities` says whether SGLang's own
+    preemption among online requests was asked for.
     """
 
     rem_chunk_tokens: int | None
     offline_tokens_left: int | None = None
+    kv_limits: KvLimits | None = None
+    planned_tokens: int = 0
     inflight: Sequence[Req] = ()
     yields_to_priorities: bool = False
 
@@ -71,6 +77,8 @@ class EchoPrefillAdder(PrefillAdder):
         if is_offline(req):
             return self._add_offline(req, has_chunked_req, truncation_align_size)
         result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        if self.kv_limits is not None and self._was_added(req):
+            self.kv_limits.note_online_start()
         while result is AddReqResult.NO_TOKEN and not self._was_added(req):
             if not self._can_make_room(req) or not self._retract_last_started():
                 break
@@ -101,6 +109,21 @@ class EchoPrefillAdder(PrefillAdder):
         spent = self.offline_tokens_left is not None and self.offline_tokens_left <= 0
         if has_chunked_req or spent or self._prefix_is_being_computed(req):
             return AddReqResult.OTHER
+        if self.kv_limits is None:
+            return self._add_within_share(req, has_chunked_req, truncation_align_size)
+        if self.kv_limits.holds_back(req, self.planned_tokens):
+            return AddReqResult.OTHER
+        result = self._add_within_share(req, has_chunked_req, truncation_align_size)
+        if self._was_added(req):
+            # Its prefix is locked and so active from here on; the rest is only promised.
+            self.planned_tokens += req.seqlen - req.prefix_len
+            self.kv_limits.note_start(req)
+        return result
+
+    def _add_within_share(
+        self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult:
+        """Admit an offline request with what this step may prefill for offline ones."""
         whole_chunk = self.rem_chunk_tokens
         if whole_chunk is None or self.offline_tokens_left is None:
             return super().add_one_req(req, has_chunked_req, truncation_align_size)
@@ -164,14 +187,17 @@ class EchoPrefillAdder(PrefillAdder):
         candidates = self._offline_running()
         if not candidates:
             return False
-        victim_index = candidates[-1]
-        batch = self.running_batch
-        victim = batch.reqs[victim_index]
+        victim = self.running_batch.reqs[candidates[-1]]
         self.memory_budget.total_offset -= self._get_running_request_total_token_offset(victim)
-        batch.release_req(victim_index, len(batch.reqs) - 1)
-        batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != victim_index])
+        retract(self.running_batch, candidates[-1])
         self.preempt_list.append(victim)
         return True
+
+
+def retract(batch: ScheduleBatch, index: int) -> None:
+    """Take a request out of the running batch; what it computed stays in the tree."""
+    batch.release_req(index, len(batch.reqs) - 1)
+    batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != index])
 
 
 def decode_retraction_order(order: list[int], reqs: list[Req]) -> list[int]:

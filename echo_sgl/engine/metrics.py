@@ -8,11 +8,16 @@ prometheus_client must not be imported before SGLang has named its multiprocess 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from echo_sgl.engine.cache_metrics import CacheMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.engine.tasks import task_of, task_of_input
 from echo_sgl.types import Task
+
+if TYPE_CHECKING:
+    from echo_sgl.engine.kv_limits import KvLimits
+    from echo_sgl.engine.tree_core import EchoTreeCore
 
 # Powers of two with one step between; offline requests may wait for hours.
 TTFT_BUCKETS_S = tuple(0.01 * 2 ** (step / 2) for step in range(40))
@@ -112,6 +117,7 @@ class SchedulerMetrics:
             "Chunked prefills that were set aside for an online request.",
             ["task"],
         ).labels(Task.OFFLINE)
+        self._cache = CacheMetrics()
         self._next_publish_s = 0.0
         self._shows_waiting = False
 
@@ -125,7 +131,12 @@ class SchedulerMetrics:
     def count_park(self) -> None:
         self._parks.inc()
 
-    def publish_pool(self, pool: OfflinePool, now_s: float) -> None:
+    def observe_offline_end(self, recomputed_tokens: int) -> None:
+        self._cache.observe_end(recomputed_tokens)
+
+    def publish(
+        self, pool: OfflinePool, core: EchoTreeCore | None, limits: KvLimits, now_s: float
+    ) -> None:
         """Refresh the gauges: a few times a second at most, and at once when the pool is empty.
 
         An idle scheduler may sleep, so what stands there last must be right.
@@ -137,6 +148,7 @@ class SchedulerMetrics:
         self._shows_waiting = len(pool) > 0
         self._pool_requests.set(len(pool))
         self._pool_oldest_age_s.set(pool.oldest_age_s(now_s))
+        self._cache.publish(core, limits)
 
 
 class _NoSchedulerMetrics(SchedulerMetrics):
@@ -151,7 +163,12 @@ class _NoSchedulerMetrics(SchedulerMetrics):
     def count_park(self) -> None:
         pass
 
-    def publish_pool(self, pool: OfflinePool, now_s: float) -> None:
+    def observe_offline_end(self, recomputed_tokens: int) -> None:
+        pass
+
+    def publish(
+        self, pool: OfflinePool, core: EchoTreeCore | None, limits: KvLimits, now_s: float
+    ) -> None:
         pass
 
 

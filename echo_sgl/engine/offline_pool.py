@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
 from sortedcontainers import SortedDict
 
-from echo_sgl.policies.offline_order import OfflineOrder
+from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
+from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
 from echo_sgl.types import PendingRequest
 
 
@@ -25,8 +27,12 @@ class OfflinePool:
     """Pooled SGLang requests by id, by time of entry, and in the order a policy gives.
 
     Every operation costs O(log n) and nothing is done per scheduler step, so 50,000
-    waiting requests cost a step no more than ten.
+    waiting requests cost a step no more than ten. It also knows the requests that left it
+    to run, until `end`: together they are the pending ones that cached prefixes wait for.
+    `on_change` is told each prompt whose request comes, starts or goes.
     """
+
+    on_change: Callable[[Any, Any], None] | None = None
 
     def __init__(self, order: OfflineOrder, capacity: int) -> None:
         self.capacity = capacity
@@ -35,6 +41,8 @@ class OfflinePool:
         self._by_rid: SortedDict[str, _Waiting] = SortedDict()
         # Insertion order is order of entry, which timeouts go by; retracted ones enter anew.
         self._by_entry: dict[str, _Waiting] = {}
+        self._started: dict[str, PendingRequest] = {}
+        self._started_by_prefix = PrefixIndex()
         self._sequences = count()
 
     def __len__(self) -> int:
@@ -52,18 +60,20 @@ class OfflinePool:
 
     def add(self, req: Any, *, entry_s: float, resumed: bool) -> None:
         """Let a request wait. One that `resumed` keeps the place in line of its first entry."""
+        self.end(req)
         if not hasattr(req, "echo_sequence"):
             req.echo_sequence = next(self._sequences)
         pending = PendingRequest(
             rid=req.rid,
-            prompt=req.origin_input_ids,
+            prompt=req.origin_input_ids + req.output_ids if resumed else req.origin_input_ids,
             sequence=req.echo_sequence,
-            namespace=f"{req.extra_key or ''}\0{req.cache_salt or ''}",
+            namespace=namespace_of(req),
         )
         self._order.add(pending, resumed=resumed)
         waiting = _Waiting(req, pending, entry_s, req.seqlen)
         self._by_rid[req.rid] = self._by_entry[req.rid] = waiting
         self.num_tokens += waiting.num_tokens
+        self._changed(req, pending)
 
     def upcoming(self, limit: int) -> list[Any]:
         """The next `limit` requests in the policy's order; they stay in the pool."""
@@ -71,7 +81,26 @@ class OfflinePool:
 
     def take(self, req: Any) -> None:
         """Remove a request because it starts."""
-        self._order.take(self._pop(req.rid).pending)
+        pending = self._pop(req.rid).pending
+        self._order.take(pending)
+        self._started[req.rid] = pending
+        self._started_by_prefix.add(pending)
+        self._changed(req, pending)
+
+    def end(self, req: Any) -> None:
+        """Forget a request that started, if it is known: it ended, or comes back to wait."""
+        if (pending := self._started.pop(req.rid, None)) is not None:
+            self._started_by_prefix.remove(pending)
+            self._changed(req, pending)
+
+    def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
+        """Echo's reference count of a prefix, and which waiting requests it counts."""
+        need = self._order.need(namespace, path)
+        return need.num_waiting + self._started_by_prefix.count_through(namespace, path), need
+
+    @property
+    def cursor(self) -> PrefixKey | None:
+        return self._order.cursor
 
     def remove(self, rid_prefix: str) -> list[Any]:
         """Remove and return all whose id starts with the prefix; "" empties the pool."""
@@ -93,10 +122,20 @@ class OfflinePool:
     def _remove_one(self, rid: str) -> Any:
         waiting = self._pop(rid)
         self._order.remove(waiting.pending)
+        self._changed(waiting.req, waiting.pending)
         return waiting.req
+
+    def _changed(self, req: Any, pending: PendingRequest) -> None:
+        if self.on_change is not None:
+            self.on_change(req, pending.prompt)
 
     def _pop(self, rid: str) -> _Waiting:
         waiting = self._by_rid.pop(rid)
         del self._by_entry[rid]
         self.num_tokens -= waiting.num_tokens
         return waiting
+
+
+def namespace_of(key: Any) -> str:
+    """Prompts in different namespaces never share KV cache; takes requests and tree keys."""
+    return f"{key.extra_key or ''}\0{key.cache_salt or ''}"

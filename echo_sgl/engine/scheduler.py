@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -21,8 +22,15 @@ from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 from sglang.srt.runtime_context import get_observability, get_parallel
 
 from echo_sgl.config import OfflineConfig
-from echo_sgl.engine.admission import EchoPrefillAdder, EchoSchedulePolicy, is_offline
+from echo_sgl.engine.admission import (
+    EchoPrefillAdder,
+    EchoSchedulePolicy,
+    is_offline,
+    retract,
+)
+from echo_sgl.engine.clock import StepClock
 from echo_sgl.engine.install import describe_active
+from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
@@ -54,9 +62,11 @@ class EchoScheduler(Scheduler):
         )
         self.offline_pool = OfflinePool(order, self.offline_config.max_pool_requests)
         self._parked: list[Req] = []
+        self.echo_clock = StepClock(is_shared=get_parallel().tp_size > 1)
 
     def init_schedule_policy(self) -> None:
         super().init_schedule_policy()
+        self._bind_cache()
         leads = _leads_its_replica()
         self.echo_metrics = SchedulerMetrics.create(
             enabled=get_observability().enable_metrics and leads
@@ -73,6 +83,20 @@ class EchoScheduler(Scheduler):
         self.yields_to_priorities = self.enable_priority_preemption
         # SGLang then asks our adder whether a full batch can make room for a request.
         self.enable_priority_preemption = True
+
+    def _bind_cache(self) -> None:
+        """Let the cache know who waits for it, and the pool who ended."""
+        allocator = self.token_to_kv_pool_allocator
+        self.kv_limits = KvLimits(active_config().reserve, self.tree_cache, allocator)
+        self.tree_cache.on_end = self._offline_ended
+        if (core := self.tree_cache.echo_core) is not None:
+            core.pending = self.offline_pool
+            self.offline_pool.on_change = core.prompt_changed
+
+    def _offline_ended(self, req: Req) -> None:
+        if is_offline(req):
+            self.offline_pool.end(req)
+            self.echo_metrics.observe_offline_end(getattr(req, "echo_recomputed_tokens", 0))
 
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
@@ -116,9 +140,14 @@ class EchoScheduler(Scheduler):
         self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        super().process_input_requests(recv_reqs)
+        super().process_input_requests(self.echo_clock.take_ticks(recv_reqs))
+        if (core := self.tree_cache.echo_core) is not None:
+            core.now_s = self.echo_clock.now_s
+        self.kv_limits.observe(self.echo_clock.now_s, self._running_reqs())
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
-        self.echo_metrics.publish_pool(self.offline_pool, time.perf_counter())
+        self.echo_metrics.publish(
+            self.offline_pool, self.tree_cache.echo_core, self.kv_limits, time.perf_counter()
+        )
 
     def abort_request(self, recv_req: AbortReq) -> None:
         # SGLang aborts what it finds in its own queue; pooled requests end the same way there.
@@ -126,8 +155,8 @@ class EchoScheduler(Scheduler):
         self.waiting_queue.extend(self.offline_pool.remove(prefix))
         super().abort_request(recv_req)
 
-    def _poll_timeout_aborts(self) -> list[AbortReq]:
-        aborts: list[AbortReq] = super()._poll_timeout_aborts()
+    def _poll_timeout_aborts(self) -> list[Any]:
+        aborts: list[Any] = [*self.echo_clock.tick(), *super()._poll_timeout_aborts()]
         if (timeout_s := envs.SGLANG_REQ_WAITING_TIMEOUT.get()) > 0:
             deadline_s = time.perf_counter() - timeout_s
             late = self.offline_pool.waiting_since_before(deadline_s)
@@ -175,6 +204,7 @@ class EchoScheduler(Scheduler):
     ) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         was_full = running_batch.batch_is_full and not running_batch.is_empty()
         self._park_offline_chunk()
+        self._shed_offline(running_batch)
         self.policy.offline_chunk_tokens = self._offline_chunk_tokens(running_batch)
         self.policy.offered = () if was_full else self._offer(running_batch)
         self.waiting_queue.extend(self.policy.offered)
@@ -213,6 +243,20 @@ class EchoScheduler(Scheduler):
         req.retraction_count = retraction_count
         self.chunked_req = None
         self._parked.append(req)
+
+    def _shed_offline(self, running_batch: ScheduleBatch) -> None:
+        """Retract offline requests, last started first, that outgrew what the reserve leaves."""
+        while self.kv_limits.excess_tokens and (victim := _last_offline(running_batch)) is not None:
+            req = running_batch.reqs[victim]
+            retract(running_batch, victim)
+            self._add_request_to_queue(req, is_retracted=True)
+
+    def _running_reqs(self) -> Iterable[Req]:
+        """Requests that hold KV, each once: decoding, just prefilled, or between chunks."""
+        launched = self.last_batch.reqs if self.last_batch is not None else []
+        chunked = [self.chunked_req] if self.chunked_req is not None else []
+        by_rid = {req.rid: req for req in (*self.running_batch.reqs, *launched, *chunked)}
+        return (req for req in by_rid.values() if not req.finished())
 
     def _offline_chunk_tokens(self, running_batch: ScheduleBatch) -> int | None:
         limit = self.offline_config.max_prefill_tokens_per_step
@@ -253,9 +297,16 @@ class EchoScheduler(Scheduler):
     def _new_adder(self, *args: Any, **kwargs: Any) -> EchoPrefillAdder:
         adder = EchoPrefillAdder(*args, **kwargs)
         adder.offline_tokens_left = self.policy.offline_chunk_tokens
+        adder.kv_limits = self.kv_limits
         adder.inflight = self._launched_prefills()
         adder.yields_to_priorities = self.yields_to_priorities
         return adder
+
+
+def _last_offline(batch: ScheduleBatch) -> int | None:
+    """Index of the running offline request that started last."""
+    running = [i for i, req in enumerate(batch.reqs) if is_offline(req) and not req.finished()]
+    return running[-1] if running else None
 
 
 def _leads_its_replica() -> bool:

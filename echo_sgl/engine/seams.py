@@ -17,6 +17,8 @@ KNOWN_SGLANG_VERSION = "0.5.23"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _POLICY = "sglang.srt.managers.schedule_policy"
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore"
 _SERVING = "sglang.srt.entrypoints.openai"
 _TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
 _TOKENIZER = f"{_TOKENIZER_MODULE}.TokenizerManager"
@@ -72,6 +74,27 @@ RELIED_ON = (
     Seam(f"{_SCHEDULER}._poll_timeout_aborts", "self"),
     Seam(f"{_SCHEDULER}.record_weight_version_change", "self new_version"),
     Seam(f"{_SCHEDULER}.is_fully_idle", "self for_health_check ignore_waiting"),
+    Seam(f"{_CACHE}.checkpoint_into_tree", "self req up_to kwargs"),
+    Seam(f"{_CACHE}.checkpoint", "self req up_to kwargs"),
+    Seam(f"{_CACHE}.on_release", "self req checkpointed"),
+    Seam(f"{_CORE}.__init__", "self params components"),
+    Seam(f"{_CORE}.reset", "self"),
+    Seam(f"{_CORE}.match_prefix", "self params"),
+    Seam(f"{_CORE}.begin_insert", "self params"),
+    Seam(f"{_CORE}._add_new_node", "self parent key value priority session_id rotation_base"),
+    Seam(f"{_CORE}._insert_tail_step", "self state"),
+    Seam(f"{_CORE}._touch_node", "self node"),
+    Seam(f"{_CORE}._split_node", "self key child split_len"),
+    Seam(f"{_CORE}._remove_leaf_from_parent", "self node"),
+    Seam(f"{_CORE}._update_evictable_leaf_sets", "self node"),
+    Seam(f"{_CORE}.evict_device_start", "self component_type request_cnt"),
+    Seam(f"{_CORE}.evict_device_next_node", "self component_type tracker"),
+    Seam(f"{_CORE}.evict_device_leaf", "self node_id is_write_back"),
+    Seam(f"{_CORE}.evict_device_end", "self component_type"),
+    Seam(
+        "sglang.srt.mem_cache.unified_cache.tree_core_registry.register_tree_core_backend",
+        "name factory",
+    ),
     Seam(f"{_SCHEDULER}.process_input_requests", "self recv_reqs"),
     Seam(f"{_SCHEDULER}._should_defer_prefill", "self running_batch"),
     Seam(
@@ -86,7 +109,6 @@ RELIED_ON = (
         "hisparse_coordinator offload_kv",
     ),
     Seam(f"{_BATCH}.Req._compute_max_prefix_len", "self input_len"),
-    Seam(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count offload_kv"),
     Seam(f"{_BATCH}.ScheduleBatch.filter_batch", "self reqs_to_exclude keep_indices"),
     Seam(
         f"{_POLICY}.SchedulePolicy.calc_priority",
@@ -113,12 +135,24 @@ def _scheduler() -> Any:
     return EchoScheduler
 
 
+def _radix_cache() -> Any:
+    from echo_sgl.engine.radix_cache import EchoRadixCache
+
+    return EchoRadixCache
+
+
 def _ours(name: str) -> Callable[[], Any]:
     return lambda: pkgutil.resolve_name(f"echo_sgl.engine.{name}")
 
 
 HOOKS = (
     Hook(Seam(_SCHEDULER, "server_args port_args"), "replace", _scheduler),
+    Hook(Seam(_CACHE, "params"), "replace", _radix_cache),
+    Hook(
+        Seam(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count offload_kv"),
+        "before",
+        _ours("radix_cache.keep_retracted_prefix"),
+    ),
     Hook(
         Seam(f"{_BATCH}.ScheduleBatch._get_decode_retraction_order", "reqs"),
         "after",

@@ -30,8 +30,16 @@ def refuse_unsupported(server_args: Any) -> None:
         "--enable-pdmux": bool(server_args.enable_pdmux),
         "--enable-hisparse": bool(server_args.enable_hisparse),
         "--dllm-algorithm": server_args.dllm_algorithm is not None,
+        "--enable-session-radix-cache": bool(server_args.enable_session_radix_cache),
+        "--enable-lmcache": bool(server_args.enable_lmcache),
+        "--enable-flexkv": bool(server_args.enable_flexkv),
+        "--radix-cache-backend": server_args.radix_cache_backend is not None,
         "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0", "false"),
     }
+    if active_config().cache.order != "stock":
+        refused["--radix-eviction-policy (set cache.order instead)"] = (
+            server_args.radix_eviction_policy != "lru"
+        )
     given = [name for name, is_given in refused.items() if is_given]
     if given:
         raise UnsupportedEngineError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,7 +69,13 @@ def start_cli(*args: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"COLUMNS": "200"},
+        # A shell that puts the suite into the background lets its children ignore Ctrl-C.
+        preexec_fn=_heed_interrupts,  # noqa: PLW1509
     )
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_cli(*args: object) -> subprocess.CompletedProcess[str]:

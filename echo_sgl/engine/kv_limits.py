@@ -1,0 +1,103 @@
+"""How much KV cache offline requests may hold active, so that an online burst finds room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from echo_sgl.config import ReserveConfig
+from echo_sgl.engine.admission import is_offline
+from echo_sgl.estimators.kv_demand import create_kv_demand
+from echo_sgl.policies.reserve import BurstReserve
+
+logger = logging.getLogger(__name__)
+
+
+class KvLimits:
+    """The burst reserve on the real pool.
+
+    Active KV is what requests hold: the pool without what is free or evictable. Online
+    requests are charged with their whole length, so a prefix that several of them share
+    counts more than once, on the safe side; offline holds the rest.
+    """
+
+    def __init__(self, config: ReserveConfig, tree_cache: Any, allocator: Any) -> None:
+        self.capacity_tokens: int = allocator.size
+        self._tree_cache, self._allocator = tree_cache, allocator
+        self._reserve = BurstReserve(config, create_kv_demand(config), self.capacity_tokens)
+        self._now_s = 0.0
+        self._has_warned = False
+        self._holds_back = False
+        self.online_tokens = 0
+        self.num_held_back = 0
+        self.num_reserve_hits = 0
+
+    def observe(self, now_s: float, running: Iterable[Any]) -> None:
+        """Note what the running requests hold; once per scheduler step."""
+        self._now_s = now_s
+        online_tokens = sum(req.seqlen for req in running if not is_offline(req))
+        self.online_tokens = min(online_tokens, self.active_tokens)
+        self._reserve.observe(now_s, self.online_tokens)
+
+    @property
+    def active_tokens(self) -> int:
+        free: int = self._allocator.available_size() + self._tree_cache.evictable_size()
+        return self.capacity_tokens - free
+
+    @property
+    def offline_tokens(self) -> int:
+        return max(0, self.active_tokens - self.online_tokens)
+
+    @property
+    def offline_limit_tokens(self) -> int:
+        return self._reserve.offline_limit_tokens(self._now_s)
+
+    @property
+    def reserve_tokens(self) -> int:
+        return self._reserve.reserve_tokens(self._now_s)
+
+    @property
+    def excess_tokens(self) -> int:
+        """By how much active offline KV is over its limit now."""
+        return max(0, self.offline_tokens - self.offline_limit_tokens)
+
+    def new_tokens(self, req: Any) -> int:
+        """What starting this request would make active: its prefix may be held already."""
+        return int(req.seqlen) - self._locked_prefix_tokens(req)
+
+    def holds_back(self, req: Any, planned_tokens: int) -> bool:
+        """Whether the request must wait for the reserve, `planned_tokens` being promised."""
+        need = self.new_tokens(req)
+        total = self.offline_tokens + planned_tokens + need
+        self._holds_back = total > self.offline_limit_tokens
+        if not self._holds_back:
+            return False
+        self.num_held_back += 1
+        if req.seqlen > self.offline_limit_tokens and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Offline request %s needs %d KV tokens; the pool of %d has a limit of %d for "
+                "offline work, the rest is kept for online bursts ([reserve]). It waits, and "
+                "online requests are served.",
+                req.rid,
+                req.seqlen,
+                self.capacity_tokens,
+                self.offline_limit_tokens,
+            )
+        return True
+
+    def note_start(self, req: Any) -> None:
+        """Count what an offline request that starts must compute a second time."""
+        core = self._tree_cache.echo_core
+        evicted = core.charge_lost(req) if core is not None else 0
+        lost = max(0, getattr(req, "echo_computed_tokens", 0) - req.prefix_len)
+        req.echo_recomputed_tokens = getattr(req, "echo_recomputed_tokens", 0) + max(evicted, lost)
+
+    def note_online_start(self) -> None:
+        """An online request starts: on reserved room, if offline ones are kept from it."""
+        self.num_reserve_hits += self._holds_back
+
+    def _locked_prefix_tokens(self, req: Any) -> int:
+        core = self._tree_cache.echo_core
+        return core.locked_tokens(req.last_node) if core is not None else 0

@@ -1,0 +1,309 @@
+"""SGLang's tree core with an eviction order that is kept, not rebuilt.
+
+The structure, locks, splits, events and the host tier are SGLang's own. Ours are the facts
+about each node and the index over the evictable leaves: one call that frees a leaf costs
+O(log n) instead of a heap over all of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+    EvictDeviceLeafResult,
+    EvictDeviceNextNodeResult,
+)
+
+from echo_sgl.config import CacheConfig
+from echo_sgl.engine.offline_pool import namespace_of
+from echo_sgl.engine.plain_walks import PlainWalks
+from echo_sgl.engine.tasks import task_of
+from echo_sgl.policies.eviction_order import LeafFacts, create_eviction_order, worth_of
+from echo_sgl.policies.lost_prefixes import LostPrefixes
+from echo_sgl.policies.offline_order import PrefixNeed
+from echo_sgl.policies.prefix_index import PrefixKey
+from echo_sgl.policies.working_set import WorkingSet
+from echo_sgl.types import Task
+
+_FULL = ComponentType.FULL
+_NO_NEED = PrefixNeed(num_waiting=0, walk_key=None, is_next=False)
+# Leaves wait for their place until an eviction asks, but not more than this many: beyond it
+# each new one settles an old one, so that no single eviction pays for all of them.
+_MAX_UNSETTLED = 64
+
+
+class PendingPrefixes(Protocol):
+    """What the tree core asks about the offline requests: `OfflinePool`, or nobody."""
+
+    @property
+    def cursor(self) -> PrefixKey | None: ...
+
+    def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
+        """Reference count of a prefix (waiting, parked and running), and who waits for it."""
+        ...
+
+
+class NobodyWaits:
+    """`PendingPrefixes` of a cache without a pool."""
+
+    cursor: PrefixKey | None = None
+
+    def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
+        return 0, _NO_NEED
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Tokens since the start, and those in the tree now by class of their last user.
+
+    `evicted_tokens` by (class of the last user, what they were worth); `punished_tokens`
+    were evicted while requests waited for them, and computed again.
+    """
+
+    evicted_tokens: defaultdict[tuple[Task, str], int] = field(
+        default_factory=lambda: defaultdict(int)
+    )
+    punished_tokens: int = 0
+    cached_tokens: dict[Task, int] = field(default_factory=lambda: dict.fromkeys(Task, 0))
+
+
+class _LeafSet(set[UnifiedTreeNode]):
+    """SGLang's set of evictable leaves, which tells us when one comes or goes."""
+
+    def __init__(self, came: Callable[[Any], None], went: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._came, self._went = came, went
+
+    def add(self, node: UnifiedTreeNode) -> None:
+        if node not in self:
+            super().add(node)
+            self._came(node)
+
+    def discard(self, node: UnifiedTreeNode) -> None:
+        if node in self:
+            super().discard(node)
+            self._went(node)
+
+
+class EchoTreeCore(PlainWalks):
+    """`UnifiedTreeCore` whose victims come from `policies/eviction_order.py`.
+
+    `now_s` (the scheduler's broadcast clock) and `user` (the class on whose behalf the tree
+    changes) are set by the engine. Source: Echo 4.2, DESIGN 4.
+    """
+
+    evictable_device_leaves: set[UnifiedTreeNode]
+
+    def __init__(self, params: Any, components: Any, config: CacheConfig) -> None:
+        allocator = params.token_to_kv_pool_allocator
+        capacity_tokens = allocator.size if allocator else 0
+        self.now_s = 0.0
+        self.user = Task.ONLINE
+        self.pending: PendingPrefixes = NobodyWaits()
+        self.counts = CacheCounts()
+        self.lost = LostPrefixes()
+        self.working_set = WorkingSet(
+            limit_tokens=int(config.protected_share * capacity_tokens),
+            window_s=config.protected_window_s,
+        )
+        self._order_name = config.order
+        super().__init__(params, components)
+
+    def reset(self) -> None:
+        super().reset()
+        self.order = create_eviction_order(self._order_name, cursor=lambda: self.pending.cursor)
+        self._unsettled: dict[UnifiedTreeNode, None] = {}
+        self.evictable_device_leaves = _LeafSet(self._leaf_came, self._leaf_went)
+        self.working_set.clear()
+        self.lost.clear()
+        self.counts.cached_tokens = dict.fromkeys(Task, 0)
+
+    # ---- facts -----------------------------------------------------------------------------
+
+    def facts_of(self, node: UnifiedTreeNode) -> LeafFacts:
+        """What an eviction order may know of a node; exact at any time."""
+        num_pending, need = 0, _NO_NEED
+        if self.order.needs_pending:
+            num_pending, need = self.pending.need(namespace_of(node.key), path_of(node))
+        return LeafFacts(
+            leaf=node.id,
+            last_access=node.last_access_time,
+            task=getattr(node, "echo_user", Task.ONLINE),
+            is_protected=node.id in self.working_set,
+            num_pending=num_pending,
+            walk_key=need.walk_key,
+            is_next=need.is_next,
+        )
+
+    def prompt_changed(self, req: Any, prompt: array[int]) -> None:
+        """A pending request with this prompt came, went or started: its leaf moves."""
+        key = RadixKey(prompt, req.extra_key, cache_salt=req.cache_salt)
+        node = self._deepest_inside(key, prompt)
+        if node in self.evictable_device_leaves:
+            self._unsettle(node)
+
+    def _deepest_inside(self, key: RadixKey, prompt: array[int]) -> UnifiedTreeNode:
+        """The last node on the prompt's path that lies wholly inside the prompt; read only."""
+        node, offset = self.root_node, 0
+        while offset + self.page_size <= len(prompt):
+            child = node.children.get(key.child_key_at(offset, self.page_size))
+            if child is None:
+                break
+            tokens = child.key.token_ids
+            if prompt[offset : offset + len(tokens)] != tokens:
+                break
+            node, offset = child, offset + len(tokens)
+        return node
+
+    def locked_tokens(self, node_id: int) -> int:
+        """Tokens on the path to a node that running requests hold."""
+        node, num_tokens = self.node_by_id(node_id), 0
+        while node is not self.root_node:
+            if node.component_data[_FULL].lock_ref:
+                num_tokens += len(node.key)
+            node = node.parent
+        return num_tokens
+
+    # ---- use -------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        result: MatchResult = super().match_prefix(params)
+        user = task_of(params.req) if params.req is not None else self.user
+        self._used(self.node_by_id(result.best_match_node), user)
+        return result
+
+    def _insert_tail_step(self, state: Any) -> None:
+        super()._insert_tail_step(state)
+        self._inserted(state.target_node)
+
+    def _inserted(self, node: UnifiedTreeNode) -> None:
+        self._used(node, self.user)
+
+    def _used(self, node: UnifiedTreeNode, user: Task) -> None:
+        """Note the class that used a path; its last node may be a leaf whose place moves."""
+        if node in self.evictable_device_leaves:
+            self._unsettle(node)
+        while node is not self.root_node:
+            if (last_user := getattr(node, "echo_user", None)) is not user:
+                self.counts.cached_tokens[user] += len(node.key)
+                if last_user is not None:
+                    self.counts.cached_tokens[last_user] -= len(node.key)
+                node.echo_user = user
+            if user is Task.ONLINE:
+                self.working_set.use(node.id, len(node.key), self.now_s)
+            node = node.parent
+
+    def _touch_node(self, node: UnifiedTreeNode) -> None:
+        super()._touch_node(node)
+        if node in self.evictable_device_leaves:
+            self._unsettle(node)
+
+    def _split_node(self, key: Any, child: UnifiedTreeNode, split_len: int) -> Any:
+        upper, action = super()._split_node(key, child, split_len)
+        if (last_user := getattr(child, "echo_user", None)) is not None:
+            upper.echo_user = last_user
+        self.working_set.split(child.id, upper=upper.id, upper_tokens=split_len)
+        if child in self.evictable_device_leaves:
+            self._unsettle(child)
+        return upper, action
+
+    def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
+        super()._remove_leaf_from_parent(node)
+        self.working_set.forget(node.id)
+        if (last_user := getattr(node, "echo_user", None)) is not None:
+            self.counts.cached_tokens[last_user] -= len(node.key)
+
+    # ---- the index of leaves -----------------------------------------------------------------
+
+    def _leaf_came(self, node: UnifiedTreeNode) -> None:
+        self._unsettle(node)
+
+    def _leaf_went(self, node: UnifiedTreeNode) -> None:
+        if node in self._unsettled:
+            del self._unsettled[node]
+        self.order.drop(node.id)
+
+    def _unsettle(self, node: UnifiedTreeNode) -> None:
+        self._unsettled[node] = None
+        if len(self._unsettled) > _MAX_UNSETTLED:
+            self._settle(next(iter(self._unsettled)))
+
+    def _settle(self, node: UnifiedTreeNode) -> None:
+        del self._unsettled[node]
+        self.order.put(self.facts_of(node))
+
+    def settle_all(self) -> None:
+        """Give every leaf its place; the order is exact from here to the next change."""
+        for node_id in self.working_set.expire(self.now_s):
+            node = self._node_arena.get(node_id)
+            if node in self.evictable_device_leaves:
+                self._unsettled[node] = None
+        while self._unsettled:
+            self._settle(next(iter(self._unsettled)))
+
+    # ---- eviction ----------------------------------------------------------------------------
+
+    def evict_device_start(self, component_type: ComponentType, request_cnt: int) -> None:
+        if component_type is not _FULL:
+            super().evict_device_start(component_type, request_cnt)
+            return
+        self._evict_goal_tokens = request_cnt
+        self._evict_tried: set[int] = set()
+
+    def evict_device_next_node(
+        self, component_type: ComponentType, tracker: dict[ComponentType, int]
+    ) -> EvictDeviceNextNodeResult:
+        if component_type is not _FULL:
+            return super().evict_device_next_node(component_type, tracker)
+        result = EvictDeviceNextNodeResult()
+        if tracker.get(_FULL, 0) >= self._evict_goal_tokens:
+            return result
+        self.settle_all()
+        # One whose backup failed stays a leaf; the walk must not offer it again.
+        tried = self._evict_tried
+        victim = next((leaf for leaf in self.order.victims() if leaf not in tried), None)
+        if victim is not None:
+            tried.add(victim)
+            result.node_id, result.made_progress = victim, True
+        return result
+
+    def evict_device_end(self, component_type: ComponentType) -> None:
+        if component_type is not _FULL:
+            super().evict_device_end(component_type)
+
+    def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
+        node = self.node_by_id(node_id)
+        facts, namespace, path = self.facts_of(node), namespace_of(node.key), path_of(node)
+        result = super().evict_device_leaf(node_id, is_write_back)
+        if freed := result.tracker.get(_FULL, 0):
+            self.counts.evicted_tokens[facts.task, worth_of(facts).name.lower()] += freed
+            if facts.num_pending and not node.backuped:
+                self.lost.add(namespace, path, len(path) - len(node.key))
+        return result
+
+    def charge_lost(self, req: Any) -> int:
+        """Tokens that a starting request computes again because they were evicted."""
+        tokens = req.origin_input_ids + req.output_ids
+        charged = self.lost.charge(namespace_of(req), tokens, req.prefix_len)
+        self.counts.punished_tokens += charged
+        return charged
+
+
+def path_of(node: UnifiedTreeNode) -> array[int]:
+    """The tokens from the root to the end of a node."""
+    parts = []
+    while node.parent is not None:
+        parts.append(node.key.raw_token_ids())
+        node = node.parent
+    path = array("q")
+    for part in reversed(parts):
+        path.extend(part)
+    return path

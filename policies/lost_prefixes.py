@@ -1,0 +1,80 @@
+"""Cached prefixes that were evicted although offline requests still needed them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+
+_BUCKET_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    namespace: str
+    path: Sequence[int]
+    start: int
+
+    @property
+    def bucket(self) -> tuple[str, tuple[int, ...]]:
+        return _bucket(self.namespace, self.path)
+
+
+class LostPrefixes:
+    """What eviction threw away too early, until somebody computes it again.
+
+    The tokens that are then computed twice are the price of the eviction: the punishment P
+    of Echo 3.1. Bounded: the oldest entries are forgotten beyond `capacity`, and prefixes
+    of fewer than 16 tokens, the length that entries are looked up by, are not kept.
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._by_bucket: dict[tuple[str, tuple[int, ...]], list[_Lost]] = {}
+        self._by_age: deque[_Lost] = deque()
+
+    def __len__(self) -> int:
+        return sum(len(entries) for entries in self._by_bucket.values())
+
+    def add(self, namespace: str, path: MutableSequence[int], start: int) -> None:
+        """Tokens `start` to the end of `path` were evicted while a request needed them."""
+        if len(path) < _BUCKET_TOKENS:
+            return
+        lost = _Lost(namespace, path[:], start)
+        self._by_bucket.setdefault(lost.bucket, []).append(lost)
+        self._by_age.append(lost)
+        if len(self._by_age) > self._capacity:
+            self._forget(self._by_age.popleft())
+
+    def charge(self, namespace: str, prompt: MutableSequence[int], num_cached: int) -> int:
+        """Tokens of the prompt that are computed again because they were evicted.
+
+        `num_cached` leading tokens are in the cache; the rest of the prompt is computed now,
+        so what is charged is forgotten.
+        """
+        again = [
+            lost
+            for lost in self._by_bucket.get(_bucket(namespace, prompt), ())
+            if len(lost.path) > num_cached and prompt[: len(lost.path)] == lost.path
+        ]
+        computed: set[int] = set()
+        for lost in again:
+            computed.update(range(max(lost.start, num_cached), len(lost.path)))
+            self._forget(lost)
+        return len(computed)
+
+    def clear(self) -> None:
+        self._by_bucket.clear()
+        self._by_age.clear()
+
+    def _forget(self, lost: _Lost) -> None:
+        entries = self._by_bucket.get(lost.bucket, [])
+        remaining = [entry for entry in entries if entry is not lost]
+        if remaining:
+            self._by_bucket[lost.bucket] = remaining
+        else:
+            self._by_bucket.pop(lost.bucket, None)
+
+
+def _bucket(namespace: str, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    return namespace, tuple(tokens[:_BUCKET_TOKENS])

@@ -1,0 +1,81 @@
+"""How much of the KV pool stays free of offline requests so that online ones can grow."""
+
+from __future__ import annotations
+
+import math
+
+from echo_sgl.config import ReserveConfig
+from echo_sgl.estimators.kv_demand import KvDemandPredictor
+
+
+class BurstReserve:
+    """Turn the predicted peak of online use into a limit for active offline requests.
+
+    Of a pool of `capacity_tokens` the online requests hold some now, the reserve is kept free
+    for their growth, and active offline requests may hold the rest: a burst then finds room
+    without evicting what offline work needs. The reserve is the predicted peak less the
+    present use, at least `min_tokens` and at most `max_share` of the pool. While there is no
+    forecast it starts at `cold_start_share` of the pool, within the same bounds, and shrinks
+    to nothing over `window_s` without online requests; without a predictor it is `min_tokens`.
+
+    Source: Echo 4.2 (threshold on active KV) and 5.3 (prediction of online use).
+    Units:  seconds and tokens.
+    Errors: `ValueError` when the bounds leave no reserve that could satisfy both.
+    """
+
+    def __init__(
+        self, config: ReserveConfig, predictor: KvDemandPredictor | None, capacity_tokens: int
+    ) -> None:
+        if capacity_tokens <= 0:
+            raise ValueError(
+                f"capacity_tokens is {capacity_tokens}; it must be above 0: "
+                "a pool without tokens has nothing to share"
+            )
+        highest = math.floor(config.max_share * capacity_tokens)
+        _check_min_tokens(config, highest, capacity_tokens)
+        self._capacity_tokens = capacity_tokens
+        self._lowest_tokens, self._highest_tokens = config.min_tokens, highest
+        self._cold_start_tokens = math.ceil(config.cold_start_share * capacity_tokens)
+        self._predictor = predictor
+        self._window_s = config.window_s
+        self._first_seen_s: float | None = None
+        self._online_tokens = 0
+
+    def observe(self, now_s: float, online_tokens: int) -> None:
+        """Note what online requests hold from `now_s` on."""
+        self._online_tokens = online_tokens
+        if self._first_seen_s is None:
+            self._first_seen_s = now_s
+        if self._predictor is not None:
+            self._predictor.observe(now_s, online_tokens)
+
+    def reserve_tokens(self, now_s: float) -> int:
+        """What must stay free for online growth beyond the present online use."""
+        return min(max(self._growth_tokens(now_s), self._lowest_tokens), self._highest_tokens)
+
+    def offline_limit_tokens(self, now_s: float) -> int:
+        """What active offline requests may hold; never negative."""
+        free_tokens = self._capacity_tokens - self._online_tokens
+        return max(0, free_tokens - self.reserve_tokens(now_s))
+
+    def _growth_tokens(self, now_s: float) -> int:
+        if self._predictor is None:
+            return 0
+        peak_tokens = self._predictor.predict_peak(now_s)
+        if peak_tokens is None:
+            idle_s = now_s - self._first_seen_s if self._first_seen_s is not None else 0.0
+            return math.ceil(self._cold_start_tokens * max(0.0, 1.0 - idle_s / self._window_s))
+        return math.ceil(max(0.0, peak_tokens - self._online_tokens))
+
+
+def _check_min_tokens(config: ReserveConfig, highest_tokens: int, capacity_tokens: int) -> None:
+    if config.min_tokens > capacity_tokens:
+        raise ValueError(
+            f"reserve.min_tokens is {config.min_tokens}; allowed is 0 to {capacity_tokens}, "
+            "the size of the KV pool"
+        )
+    if config.min_tokens > highest_tokens:
+        raise ValueError(
+            f"reserve.min_tokens is {config.min_tokens}; allowed is 0 to {highest_tokens}, which "
+            f"is reserve.max_share ({config.max_share:g}) of a KV pool of {capacity_tokens} tokens"
+        )
