@@ -46,12 +46,12 @@ class OfflineConfig:
 class CacheConfig:
     """Which cached tokens are evicted first.
 
-    `order`: "stock" leaves SGLang's own tree and eviction in place; the others are those of
-    `policies/eviction_order.py`. Online use of the last `protected_window_s` is protected up
+    `order`: "stock" leaves SGLang's own tree and eviction in place; "auto" is "next-use" with
+    `offline.order` "psm" and "echo" otherwise; all are in `policies/eviction_order.py`. Online use of the last `protected_window_s` is protected up
     to `protected_share` of the KV pool; what online does not use of it is lent to offline.
     """
 
-    order: str = _choice("next-use", "next-use", "echo", "lru", "stock")
+    order: str = _choice("auto", "auto", "next-use", "echo", "lru", "stock")
     protected_share: float = _number(0.5, 0.0, 1.0)
     protected_window_s: float = _number(300.0, 0.0, 86_400.0)
 
@@ -117,7 +117,20 @@ def parse_config(document: Mapping[str, Any]) -> EchoConfig:
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name} is {values!r}; write it as a section: [{name}]")
         parsed[name] = _parse_section(name, default, values)
-    return EchoConfig(**parsed)
+    return _resolve_cache_order(EchoConfig(**parsed))
+
+
+def _resolve_cache_order(config: EchoConfig) -> EchoConfig:
+    """Replace "auto" by the best order for the offline order; only one knows its next uses."""
+    if config.cache.order == "auto":
+        order = "next-use" if config.offline.order == "psm" else "echo"
+        return dataclasses.replace(config, cache=dataclasses.replace(config.cache, order=order))
+    if config.cache.order == "next-use" and config.offline.order != "psm":
+        raise ConfigError(
+            f"cache.order is 'next-use', which follows the prefix walk of offline.order 'psm', but "
+            f"offline.order is {config.offline.order!r}; set cache.order to auto, echo or lru"
+        )
+    return config
 
 
 def resolve_config_path(name: str) -> Path:

@@ -11,10 +11,15 @@ from echo_sgl.types import OFFLINE_SERVICE_TIER, Task
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What tells one arm from the others: server arguments, Echo's config, request fields."""
+    """What tells one arm from the others: server arguments, Echo's config, request fields.
+
+    `config` names a preset or file; `settings` are config sections instead, which whoever
+    runs the arm writes to a file, see `eval.cache_arms.with_config_file`.
+    """
 
     args: tuple[str, ...] = ()
     config: str | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     online_fields: Mapping[str, Any] = field(default_factory=dict)
     offline_fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,14 +47,14 @@ ARMS: dict[str, Arm] = {
 }
 
 
-def pick_arms(names: Sequence[str]) -> dict[str, Arm]:
+def pick_arms(names: Sequence[str], known: Mapping[str, Arm] = ARMS) -> dict[str, Arm]:
     """The named arms, in the given order.
 
     Errors: `ValueError` names the unknown or repeated arm and the known ones.
     """
     for name in names:
-        if name not in ARMS:
-            raise ValueError(f"unknown arm {name!r}; known are {', '.join(ARMS)}")
+        if name not in known:
+            raise ValueError(f"unknown arm {name!r}; known are {', '.join(known)}")
         if names.count(name) > 1:
             raise ValueError(f"arm {name!r} is named twice")
-    return {name: ARMS[name] for name in names}
+    return {name: known[name] for name in names}

@@ -24,7 +24,8 @@ def test_every_packaged_preset_loads(name):
 def test_an_empty_file_is_the_defaults(tmp_path):
     path = tmp_path / "empty.toml"
     path.write_text("")
-    assert load_config(path) == EchoConfig()
+    assert load_config(path) == parse_config({})
+    assert load_config(path).offline == EchoConfig().offline
 
 
 def test_given_values_replace_defaults():
@@ -32,6 +33,11 @@ def test_given_values_replace_defaults():
     expected = dataclasses.replace(EchoConfig().offline, order="fcfs", utility_ratio=1.0)
     assert config.offline == expected
     assert isinstance(config.offline.utility_ratio, float)
+
+
+@pytest.mark.parametrize(("offline", "cache"), [("psm", "next-use"), ("fcfs", "echo")])
+def test_the_order_of_eviction_follows_the_offline_order(offline, cache):
+    assert parse_config({"offline": {"order": offline}}).cache.order == cache
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,14 @@ def test_given_values_replace_defaults():
         ({"offline": {"seed": True}}, "offline.seed is True; it must be a int"),
         ({"offline": {"seed": 1.0}}, "must be a int"),
         ({"offline": {"max_pool_requests": 0}}, "allowed is 1 to 1000000"),
+        ({"cache": {"order": "mru"}}, "allowed are auto, next-use, echo, lru, stock"),
+        ({"cache": {"protected_share": 1.1}}, "protected_share is 1.1; allowed is 0.0 to 1.0"),
+        ({"reserve": {"k": -1}}, "reserve.k is -1; allowed is 0.0 to 100.0"),
+        ({"reserve": {"predictor": "oracle"}}, "allowed are peak, mean-std, off"),
+        (
+            {"offline": {"order": "fcfs"}, "cache": {"order": "next-use"}},
+            "cache.order is 'next-use', .* offline.order is 'fcfs'; set cache.order to auto",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_what_is_allowed(document, message):

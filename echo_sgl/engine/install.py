@@ -45,7 +45,7 @@ def describe_active() -> str:
 def check_resolved_server_args(result: Any, server_args: Any) -> None:
     """After SGLang checked its own settings: refuse, by name, what Echo does not support."""
     try:
-        refuse_unsupported(server_args)
+        refuse_unsupported(server_args, active_config())
     except EchoError as error:
         stop(str(error))
 

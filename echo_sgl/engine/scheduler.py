@@ -53,7 +53,7 @@ class EchoScheduler(Scheduler):
 
     def init_running_status(self) -> None:
         super().init_running_status()
-        refuse_unsupported(self.server_args)
+        refuse_unsupported(self.server_args, active_config())
         self.offline_config: OfflineConfig = active_config().offline
         order = create_offline_order(
             self.offline_config.order,

@@ -16,7 +16,7 @@ def active_config() -> EchoConfig:
     return load_config(os.environ[CONFIG_ENV])
 
 
-def refuse_unsupported(server_args: Any) -> None:
+def refuse_unsupported(server_args: Any, config: EchoConfig) -> None:
     """Name every server setting that offline scheduling is not built for.
 
     Errors: `UnsupportedEngineError`.
@@ -36,7 +36,7 @@ def refuse_unsupported(server_args: Any) -> None:
         "--radix-cache-backend": server_args.radix_cache_backend is not None,
         "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0", "false"),
     }
-    if active_config().cache.order != "stock":
+    if config.cache.order != "stock":
         refused["--radix-eviction-policy (set cache.order instead)"] = (
             server_args.radix_eviction_policy != "lru"
         )

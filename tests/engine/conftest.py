@@ -33,13 +33,21 @@ def stock_server(server_for) -> Server:
 
 @pytest.fixture(scope="session")
 def write_config(tmp_path_factory):
-    """Writes an `[offline]` section to a file; equal settings give the same file."""
+    """Writes `[offline]` keys, or whole sections, to a file; equal settings, equal file."""
     folder = tmp_path_factory.mktemp("configs")
 
-    def write(**offline: object) -> Path:
-        lines = [f"{key} = {value!r}" for key, value in sorted(offline.items())]
+    def write(**given: object) -> Path:
+        sections: dict[str, dict[str, object]] = {"offline": {}}
+        for key, value in sorted(given.items()):
+            if isinstance(value, dict):
+                sections[key] = value
+            else:
+                sections["offline"][key] = value
+        lines = []
+        for name, values in sections.items():
+            lines += [f"[{name}]", *(f"{key} = {value!r}" for key, value in values.items())]
         path = folder / f"{'-'.join(lines).replace(' ', '').replace(os.sep, '')}.toml"
-        path.write_text("\n".join(["[offline]", *lines, ""]))
+        path.write_text("\n".join([*lines, ""]))
         return path
 
     return write

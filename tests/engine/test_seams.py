@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from echo_sgl.config import parse_config
 from echo_sgl.engine import install, seams
 from echo_sgl.engine.settings import refuse_unsupported
 from echo_sgl.errors import UnsupportedEngineError
@@ -21,7 +22,13 @@ SUPPORTED = {
     "enable_pdmux": False,
     "enable_hisparse": False,
     "dllm_algorithm": None,
+    "enable_session_radix_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "radix_cache_backend": None,
+    "radix_eviction_policy": "lru",
 }
+RETRACTION_ORDER = next(hook for hook in seams.HOOKS if "retraction_order" in hook.seam.target)
 
 
 def test_every_seam_fits_the_installed_sglang():
@@ -39,7 +46,7 @@ def test_a_missing_module_is_named():
 
 
 def test_a_changed_signature_is_named_with_both_sides():
-    seam = dataclasses.replace(seams.HOOKS[1].seam, parameters="self reqs extra")
+    seam = dataclasses.replace(RETRACTION_ORDER.seam, parameters="self reqs extra")
     problem = seam.problem()
     assert "takes (reqs), Echo was built for (self reqs extra)" in problem
 
@@ -51,7 +58,7 @@ def test_another_version_is_refused_by_its_number(monkeypatch):
 
 
 def test_a_hook_that_did_not_take_is_found():
-    hook = seams.HOOKS[1]
+    hook = RETRACTION_ORDER
     assert install.hooks_not_taken({hook: hook.load()}) == [hook.seam.target]
 
 
@@ -66,9 +73,20 @@ def test_a_hook_that_did_not_take_is_found():
         ("enable_pdmux", True, "--enable-pdmux"),
         ("enable_hisparse", True, "--enable-hisparse"),
         ("dllm_algorithm", "x", "--dllm-algorithm"),
+        ("enable_session_radix_cache", True, "--enable-session-radix-cache"),
+        ("enable_lmcache", True, "--enable-lmcache"),
+        ("enable_flexkv", True, "--enable-flexkv"),
+        ("radix_cache_backend", "mine", "--radix-cache-backend"),
+        ("radix_eviction_policy", "lfu", "--radix-eviction-policy"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(setting, value, flag):
-    refuse_unsupported(SimpleNamespace(**SUPPORTED))
+    config = parse_config({})
+    refuse_unsupported(SimpleNamespace(**SUPPORTED), config)
     with pytest.raises(UnsupportedEngineError, match=f"does not support {flag}"):
-        refuse_unsupported(SimpleNamespace(**SUPPORTED | {setting: value}))
+        refuse_unsupported(SimpleNamespace(**SUPPORTED | {setting: value}), config)
+
+
+def test_sglangs_own_eviction_policies_stay_with_its_own_tree():
+    server_args = SimpleNamespace(**SUPPORTED | {"radix_eviction_policy": "lfu"})
+    refuse_unsupported(server_args, parse_config({"cache": {"order": "stock"}}))

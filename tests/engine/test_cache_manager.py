@@ -1,0 +1,134 @@
+"""The cache manager on a real server: who is evicted, what the reserve holds back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from eval.server import Server, ServerStartError
+from tests.engine.conftest import COMMON_ARGS, STRICT
+from tests.engine.test_scheduler import expected_texts, mixed_bodies
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    documents,
+    is_idle,
+    metric,
+    post,
+    send_all,
+    texts,
+    until,
+    wait_until,
+)
+
+pytestmark = pytest.mark.server
+
+ARGS = (*COMMON_ARGS, "--max-running-requests", "16")
+POOL_TOKENS = 8000
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    details = answer.json()["usage"]["prompt_tokens_details"]
+    return int(details["cached_tokens"]) if details else 0
+
+
+def prompt_tokens(answers: list[httpx.Response]) -> int:
+    return sum(answer.json()["usage"]["prompt_tokens"] for answer in answers)
+
+
+def run(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    return asyncio.run(send_all(server, bodies))
+
+
+def flush(server: Server) -> None:
+    wait_until(lambda: is_idle(server), "the server is idle")
+    httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+
+
+def test_a_batch_sweep_does_not_flush_what_online_users_work_with(echo_server):
+    flush(echo_server)
+    chats = [completion(text, 2) for text in documents(3, 120, seed=11)]
+    first = run(echo_server, chats)
+    sweep = [completion(text, 2, **FLEX) for text in documents(60, 150, seed=12)]
+    before = metric(echo_server, "echo_sgl_evicted_tokens_total", task="offline")
+    swept = prompt_tokens(run(echo_server, sweep))
+    assert swept > 2 * POOL_TOKENS
+    again = run(echo_server, chats)
+    assert sum(map(cached_tokens, again)) == prompt_tokens(first) - len(chats)
+    assert metric(echo_server, "echo_sgl_evicted_tokens_total", task="offline") > before
+    assert metric(echo_server, "echo_sgl_evicted_tokens_total", worth="protected") == 0
+    wait_until(
+        lambda: metric(echo_server, "echo_sgl_protected_tokens") >= prompt_tokens(first) - 3,
+        "the working set is shown",
+    )
+
+
+def test_prefixes_that_wait_for_requests_outlive_finished_ones(echo_server):
+    flush(echo_server)
+    shared = documents(6, 150, seed=13)
+    bodies = [
+        completion(f"{text} question {number}", 2, **FLEX) for text in shared for number in range(8)
+    ]
+    bodies = [bodies[index * 7 % len(bodies)] for index in range(len(bodies))]
+    punished = metric(echo_server, "echo_sgl_punished_tokens_total")
+    answers = run(echo_server, bodies)
+    hits, total = sum(map(cached_tokens, answers)), prompt_tokens(answers)
+    assert hits / total > 0.8
+    assert metric(echo_server, "echo_sgl_punished_tokens_total") == punished
+    assert metric(echo_server, "echo_sgl_recomputed_tokens_count", task="offline") >= len(bodies)
+
+
+@pytest.fixture
+def reserving_server(server_for, write_config) -> Server:
+    """Echo's own order, and a reserve that leaves offline work an eighth of the pool."""
+    config = write_config(cache={"order": "echo"}, reserve={"min_tokens": 7000, "max_share": 0.9})
+    return server_for(ARGS, config=config, env=STRICT)
+
+
+def test_outputs_depend_neither_on_the_order_of_eviction_nor_on_the_reserve(
+    reserving_server, stock_server
+):
+    assert texts(run(reserving_server, mixed_bodies())) == expected_texts(stock_server)
+    wait_until(lambda: is_idle(reserving_server), "the server is idle")
+    wait_until(
+        lambda: metric(reserving_server, "echo_sgl_cached_tokens", task="offline") > 0,
+        "what offline requests left in the cache is shown",
+    )
+
+
+def test_a_request_that_does_not_fit_beside_the_reserve_waits_and_that_is_said_once(
+    reserving_server,
+):
+    server = reserving_server
+    texts_of_two = documents(2, 500, seed=14)
+    before = metric(server, "echo_sgl_held_back_total")
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(timeout=600) as client:
+            url = f"{server.url}/v1/completions"
+            held = [
+                asyncio.create_task(client.post(url, json=completion(text, 2, **FLEX)))
+                for text in texts_of_two
+            ]
+            await until(
+                lambda: metric(server, "echo_sgl_held_back_total") > before, "it is held back"
+            )
+            online = await client.post(url, json=completion(texts_of_two[0], 2))
+            assert online.status_code == 200
+            assert not any(task.done() for task in held)
+            await client.post(f"{server.url}/abort_request", json={"abort_all": True})
+            await asyncio.gather(*held)
+
+    asyncio.run(scenario())
+    assert server.log().count("the rest is kept for online bursts") == 1
+    assert post(server, "/v1/completions", completion("short", 2, **FLEX)).status_code == 200
+    assert metric(server, "echo_sgl_reserve_tokens", task="online") >= 7000
+
+
+def test_a_reserve_above_the_pool_stops_the_server_with_the_reason(server_for, write_config):
+    config = write_config(reserve={"min_tokens": POOL_TOKENS * 2})
+    with pytest.raises(ServerStartError, match="reserve.min_tokens is 16000"):
+        server_for(ARGS, config=config)
