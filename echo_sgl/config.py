@@ -47,8 +47,9 @@ class CacheConfig:
     """Which cached tokens are evicted first.
 
     `order`: "stock" leaves SGLang's own tree and eviction in place; "auto" is "next-use" with
-    `offline.order` "psm" and "echo" otherwise; all are in `policies/eviction_order.py`. Online use of the last `protected_window_s` is protected up
-    to `protected_share` of the KV pool; what online does not use of it is lent to offline.
+    `offline.order` "psm" and "echo" otherwise; all are in `policies/eviction_order.py`. Online
+    use of the last `protected_window_s` is protected up to `protected_share` of the KV pool;
+    what online requests do not use of it is lent to offline ones.
     """
 
     order: str = _choice("auto", "auto", "next-use", "echo", "lru", "stock")

@@ -62,7 +62,7 @@ class _Tree:
         for number in range(num_leaves):
             self.insert(self.question(number))
         self.bytes_per_leaf = (_resident_bytes() - before_bytes) / num_leaves
-        self.pool = _attach_pool(self) if name == "echo" else None
+        self.pool: Any = _attach_pool(self) if name == "echo" else None
 
     def tokens(self, count: int) -> array[int]:
         return array("q", (self.random.randrange(32_000) for _ in range(count)))
@@ -228,7 +228,9 @@ def _create_core(name: str) -> Any:
 
     if get_tree_core_factory("echo") is None:
         config = CacheConfig(order="next-use")
-        register_tree_core_backend("echo", lambda *given: EchoTreeCore(*given, config))
+        register_tree_core_backend(
+            "echo", lambda params, components: EchoTreeCore(params, components, config)
+        )
     params = CacheInitParams(
         req_to_token_pool=None,
         token_to_kv_pool_allocator=None,

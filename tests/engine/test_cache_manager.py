@@ -130,5 +130,5 @@ def test_a_request_that_does_not_fit_beside_the_reserve_waits_and_that_is_said_o
 
 def test_a_reserve_above_the_pool_stops_the_server_with_the_reason(server_for, write_config):
     config = write_config(reserve={"min_tokens": POOL_TOKENS * 2})
-    with pytest.raises(ServerStartError, match="reserve.min_tokens is 16000"):
+    with pytest.raises(ServerStartError, match=r"reserve\.min_tokens is 16000"):
         server_for(ARGS, config=config)

@@ -14,7 +14,12 @@ from echo_sgl.policies.offline_order import FcfsOrder, PsmOrder
 def request(rid: str, tokens: str = "abc", *, extra_key: str | None = None) -> SimpleNamespace:
     prompt = array("q", map(ord, tokens))
     return SimpleNamespace(
-        rid=rid, origin_input_ids=prompt, seqlen=len(prompt), extra_key=extra_key, cache_salt=None
+        rid=rid,
+        origin_input_ids=prompt,
+        output_ids=[],
+        seqlen=len(prompt),
+        extra_key=extra_key,
+        cache_salt=None,
     )
 
 
