@@ -16,7 +16,7 @@ def request(rid: str, tokens: str = "abc", *, extra_key: str | None = None) -> S
     return SimpleNamespace(
         rid=rid,
         origin_input_ids=prompt,
-        output_ids=[],
+        output_ids=array("q"),
         seqlen=len(prompt),
         extra_key=extra_key,
         cache_salt=None,
