@@ -28,12 +28,10 @@ MIN_MARGIN = 1e-3
 
 STOCK = ("--attention-backend", "torch_native")
 CHUNKS = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
+# Ranks and replicas are compared in tests/engine/test_scheduler.py, on this backend too.
 OURS = {
     "whole prompts": (),
-    "mixed chunks": CHUNKS,
     "mixed chunks in pages of 16": (*CHUNKS, "--page-size", "16"),
-    "two tensor parallel ranks": ("--tp-size", "2"),
-    "two replicas": ("--dp-size", "2"),
 }
 
 
