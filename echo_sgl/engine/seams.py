@@ -91,6 +91,7 @@ RELIED_ON = (
     Seam(f"{_CORE}.evict_device_next_node", "self component_type tracker"),
     Seam(f"{_CORE}.evict_device_leaf", "self node_id is_write_back"),
     Seam(f"{_CORE}.evict_device_end", "self component_type"),
+    Seam(f"{_CORE}.demote", "self node_id"),
     Seam(
         "sglang.srt.mem_cache.unified_cache.tree_core_registry.register_tree_core_backend",
         "name factory",

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+    DemoteResult,
     EvictDeviceLeafResult,
     EvictDeviceNextNodeResult,
 )
@@ -283,11 +284,21 @@ class EchoTreeCore(PlainWalks):
         node = self.node_by_id(node_id)
         facts, namespace, path = self.facts_of(node), namespace_of(node.key), path_of(node)
         result = super().evict_device_leaf(node_id, is_write_back)
-        if freed := result.tracker.get(_FULL, 0):
-            self.counts.evicted_tokens[facts.task, worth_of(facts).name.lower()] += freed
-            if facts.num_pending and not node.backuped:
-                self.lost.add(namespace, path, len(path) - len(node.key))
+        self._count_evicted(facts, result.tracker)
+        # A node with a host copy is read back, not computed again.
+        if result.tracker and facts.num_pending and not node.backuped:
+            self.lost.add(namespace, path, len(path) - len(node.key))
         return result
+
+    def demote(self, node_id: int) -> DemoteResult:
+        facts = self.facts_of(self.node_by_id(node_id))
+        result: DemoteResult = super().demote(node_id)
+        self._count_evicted(facts, result.tracker)
+        return result
+
+    def _count_evicted(self, facts: LeafFacts, freed: dict[ComponentType, int]) -> None:
+        worth = worth_of(facts).name.lower()
+        self.counts.evicted_tokens[facts.task, worth] += freed.get(_FULL, 0)
 
     def charge_lost(self, req: Any) -> int:
         """Tokens that a starting request computes again because they were evicted."""

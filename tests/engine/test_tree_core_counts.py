@@ -1,0 +1,104 @@
+"""What the tree core counts: cached tokens by class, evictions by worth, punished tokens."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
+
+from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.policies.offline_order import PsmOrder
+from echo_sgl.types import Task
+from tests.engine.kit_cores import build, insert, match
+
+DOCUMENT = list(range(100, 140))
+OTHER = list(range(500, 530))
+
+
+@pytest.fixture
+def cache() -> Any:
+    built, allocator, _ = build(KitConfig(page_size=1, kv_size=256), "echo", protected_share=0.25)
+    built.tokens = allocator
+    built.pool = OfflinePool(PsmOrder(), capacity=100)
+    built.tree_core.pending = built.pool
+    built.pool.on_change = built.tree_core.prompt_changed
+    return built
+
+
+def put(cache: Any, tokens: list[int], user: Task) -> None:
+    cache.tree_core.user = user
+    insert(cache, cache.tokens, tokens)
+
+
+def wait_for(cache: Any, rid: str, tokens: list[int]) -> Any:
+    req = SimpleNamespace(
+        rid=rid,
+        origin_input_ids=array("q", tokens),
+        output_ids=array("q"),
+        seqlen=len(tokens),
+        prefix_len=0,
+        extra_key=None,
+        cache_salt=None,
+    )
+    cache.pool.add(req, entry_s=0.0, resumed=False)
+    return req
+
+
+def test_cached_tokens_follow_the_last_user_and_fall_with_eviction(cache):
+    put(cache, DOCUMENT, Task.OFFLINE)
+    put(cache, OTHER, Task.OFFLINE)
+    assert cache.tree_core.counts.cached_tokens == {Task.ONLINE: 0, Task.OFFLINE: 70}
+    cache.tree_core.user = Task.ONLINE
+    match(cache, OTHER[:20])
+    assert cache.tree_core.counts.cached_tokens == {Task.ONLINE: 20, Task.OFFLINE: 50}
+    cache.evict(EvictParams(num_tokens=1000))
+    assert cache.tree_core.counts.cached_tokens == {Task.ONLINE: 0, Task.OFFLINE: 0}
+
+
+def test_evictions_are_counted_by_what_the_tokens_were_worth(cache):
+    put(cache, DOCUMENT, Task.OFFLINE)
+    put(cache, OTHER, Task.ONLINE)
+    put(cache, list(range(700, 710)), Task.OFFLINE)
+    wait_for(cache, "r1", [*DOCUMENT, 1])
+    cache.evict(EvictParams(num_tokens=1000))
+    assert dict(cache.tree_core.counts.evicted_tokens) == {
+        (Task.OFFLINE, "done_offline"): 10,
+        (Task.OFFLINE, "pending"): 40,
+        (Task.ONLINE, "protected"): 30,
+    }
+
+
+def test_what_is_evicted_from_under_a_pending_request_is_its_punishment(cache):
+    req = wait_for(cache, "r1", [*DOCUMENT, 1])
+    put(cache, DOCUMENT, Task.OFFLINE)
+    cache.evict(EvictParams(num_tokens=1000))
+    assert cache.tree_core.charge_lost(req) == len(DOCUMENT)
+    assert cache.tree_core.counts.punished_tokens == len(DOCUMENT)
+    assert cache.tree_core.charge_lost(req) == 0
+
+
+def test_online_use_beyond_the_share_protects_the_latest(cache):
+    put(cache, DOCUMENT, Task.ONLINE)
+    put(cache, OTHER, Task.ONLINE)
+    cache.tree_core.settle_all()
+    # A quarter of 256 tokens: only the last used fits.
+    assert cache.tree_core.working_set.num_tokens == len(OTHER)
+    cache.evict(EvictParams(num_tokens=1))
+    assert match(cache, OTHER).device_prefix_len == len(OTHER)
+    assert match(cache, DOCUMENT).device_prefix_len == 0
+
+
+def test_tokens_on_a_locked_path_are_not_new(cache):
+    put(cache, DOCUMENT, Task.OFFLINE)
+    node = match(cache, DOCUMENT[:25]).last_device_node
+    match(cache, DOCUMENT)
+    assert cache.tree_core.locked_tokens(node) == 0
+    lock = cache.inc_lock_ref(node)
+    leaf = match(cache, DOCUMENT).last_device_node
+    assert cache.tree_core.locked_tokens(leaf) == 25
+    cache.dec_lock_ref(node, lock.to_dec_params())
+    assert cache.tree_core.locked_tokens(leaf) == 0
