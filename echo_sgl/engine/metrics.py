@@ -119,7 +119,7 @@ class SchedulerMetrics:
         ).labels(Task.OFFLINE)
         self._cache = CacheMetrics()
         self._next_publish_s = 0.0
-        self._shows_waiting = False
+        self._shows_busy = False
 
     @staticmethod
     def create(*, enabled: bool) -> SchedulerMetrics:
@@ -137,15 +137,15 @@ class SchedulerMetrics:
     def publish(
         self, pool: OfflinePool, core: EchoTreeCore | None, limits: KvLimits, now_s: float
     ) -> None:
-        """Refresh the gauges: a few times a second at most, and at once when the pool is empty.
+        """Refresh the gauges: a few times a second at most, and at once when nothing waits or runs.
 
         An idle scheduler may sleep, so what stands there last must be right.
         """
-        emptied = not pool and self._shows_waiting
-        if now_s < self._next_publish_s and not emptied:
+        is_busy = len(pool) > 0 or limits.active_tokens > 0
+        if now_s < self._next_publish_s and (is_busy or not self._shows_busy):
             return
         self._next_publish_s = now_s + POOL_PUBLISH_INTERVAL_S
-        self._shows_waiting = len(pool) > 0
+        self._shows_busy = is_busy
         self._pool_requests.set(len(pool))
         self._pool_oldest_age_s.set(pool.oldest_age_s(now_s))
         self._cache.publish(core, limits)

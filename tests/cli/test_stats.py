@@ -26,7 +26,18 @@ def test_the_table_has_both_classes_and_their_hit_rates(server: Server) -> None:
     complete(server, "something else")
     result = run_cli("stats", "--url", server.url)
     assert result.returncode == 0, result.stderr
-    for expected in ("online", "offline", "hit rate", "TTFT p99, ms", "pool requests", "%"):
+    for expected in (
+        "online",
+        "offline",
+        "hit rate",
+        "TTFT p99, ms",
+        "pool requests",
+        "%",
+        "evicted pending tokens",
+        "punished tokens",
+        "reserve tokens",
+        "protected tokens",
+    ):
         assert expected in result.stdout
     figures = orjson.loads(run_cli("stats", "--url", server.url, "--json").stdout)
     offline = figures["offline"]
@@ -34,6 +45,8 @@ def test_the_table_has_both_classes_and_their_hit_rates(server: Server) -> None:
     assert offline["hit_rate"] == offline["cached_prompt_tokens"] / offline["prompt_tokens"] > 0
     assert 0 < offline["ttft_p50_s"] <= offline["ttft_p99_s"]
     assert offline["tpot_p50_s"] > 0
+    assert offline["cached_tokens"] > 0 and figures["online"]["protected_tokens"] > 0
+    assert offline["kv_limit_tokens"] > 0 and set(offline["evicted_tokens"].values()) == {0}
 
 
 @pytest.mark.server
