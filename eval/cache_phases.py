@@ -72,7 +72,7 @@ def parse_counters(text: str) -> Counters:
     totals: Counters = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if not sample.name.endswith("_total"):
+            if not sample.name.endswith(("_total", "_tokens_sum")):
                 continue
             kept = {key: text for key, text in sample.labels.items() if key not in _PLACE_LABELS}
             labels = ",".join(f"{key}={kept[key]}" for key in sorted(kept))

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+# The ratio of the last requests, the newest weighing most; 1 before the first.
+_HIT_RATIO_REQUESTS = 32
+_FULL_SHARE_HIT_RATIO = 0.5
+# Never none: without any protection, returning users could not show that they return.
+_LEAST_SHARE = 0.1
+
 
 @dataclass(slots=True)
 class _Use:
@@ -16,7 +22,9 @@ class WorkingSet:
     """Tree nodes by their last online use, as far as a token limit and a window allow.
 
     A node is protected while it is here. It leaves when its last use is older than
-    `window_s` or when younger ones fill `limit_tokens`; what is not used of the limit
+    `window_s` or when younger ones fill the share of `limit_tokens` that online requests
+    earn: all of it when they find half of their prompts in the cache, less when they find
+    less, for what nobody comes back to is not worth keeping. What is not used of it
     protects nothing and so is lent to offline work. Cost: O(1) per use.
     """
 
@@ -24,6 +32,7 @@ class WorkingSet:
         self._limit_tokens = limit_tokens
         self._window_s = window_s
         self._uses: OrderedDict[int, _Use] = OrderedDict()
+        self._hit_ratio = 1.0
         self.num_tokens = 0
 
     def __contains__(self, node: int) -> bool:
@@ -31,6 +40,16 @@ class WorkingSet:
 
     def __len__(self) -> int:
         return len(self._uses)
+
+    @property
+    def limit_tokens(self) -> int:
+        """What may be protected now."""
+        earned = min(1.0, max(_LEAST_SHARE, self._hit_ratio / _FULL_SHARE_HIT_RATIO))
+        return int(self._limit_tokens * earned)
+
+    def observe_hits(self, num_cached: int, num_tokens: int) -> None:
+        """An online request started with `num_cached` of its tokens found in the cache."""
+        self._hit_ratio += (num_cached / num_tokens - self._hit_ratio) / _HIT_RATIO_REQUESTS
 
     def use(self, node: int, num_tokens: int, now_s: float) -> None:
         """Note an online use of a node that holds `num_tokens` tokens."""
@@ -59,7 +78,7 @@ class WorkingSet:
         while self._uses:
             node, use = next(iter(self._uses.items()))
             is_old = use.last_use_s < now_s - self._window_s
-            if not is_old and self.num_tokens <= self._limit_tokens:
+            if not is_old and self.num_tokens <= self.limit_tokens:
                 break
             self.forget(node)
             dropped.append(node)

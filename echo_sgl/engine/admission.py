@@ -78,7 +78,7 @@ class EchoPrefillAdder(PrefillAdder):
             return self._add_offline(req, has_chunked_req, truncation_align_size)
         result = super().add_one_req(req, has_chunked_req, truncation_align_size)
         if self.kv_limits is not None and self._was_added(req):
-            self.kv_limits.note_online_start()
+            self.kv_limits.note_online_start(req)
         while result is AddReqResult.NO_TOKEN and not self._was_added(req):
             if not self._can_make_room(req) or not self._retract_last_started():
                 break
@@ -111,7 +111,7 @@ class EchoPrefillAdder(PrefillAdder):
             return AddReqResult.OTHER
         if self.kv_limits is None:
             return self._add_within_share(req, has_chunked_req, truncation_align_size)
-        if self.kv_limits.holds_back(req, self.planned_tokens):
+        if self.kv_limits.holds_back(req, self.planned_tokens + self._growth_tokens(req)):
             return AddReqResult.OTHER
         result = self._add_within_share(req, has_chunked_req, truncation_align_size)
         if self._was_added(req):
@@ -119,6 +119,17 @@ class EchoPrefillAdder(PrefillAdder):
             self.planned_tokens += req.seqlen - req.prefix_len
             self.kv_limits.note_start(req)
         return result
+
+    def _growth_tokens(self, req: Req) -> int:
+        """What the offline requests with this one are yet to generate, as SGLang expects it.
+
+        Without this headroom they would outgrow the limit soon and be retracted again. One
+        alone may try: most answers end before their limit.
+        """
+        others = [self.running_batch.reqs[index] for index in self._offline_running()]
+        if not others and not self.planned_tokens:
+            return 0
+        return int(sum(map(self._get_running_request_total_token_offset, [*others, req])))
 
     def _add_within_share(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None

@@ -94,9 +94,11 @@ class KvLimits:
         lost = max(0, getattr(req, "echo_computed_tokens", 0) - req.prefix_len)
         req.echo_recomputed_tokens = getattr(req, "echo_recomputed_tokens", 0) + max(evicted, lost)
 
-    def note_online_start(self) -> None:
+    def note_online_start(self, req: Any) -> None:
         """An online request starts: on reserved room, if offline ones are kept from it."""
         self.num_reserve_hits += self._holds_back
+        if (core := self._tree_cache.echo_core) is not None:
+            core.working_set.observe_hits(req.prefix_len, req.seqlen)
 
     def _locked_prefix_tokens(self, req: Any) -> int:
         core = self._tree_cache.echo_core

@@ -69,3 +69,22 @@ def test_after_expiry_both_bounds_hold_and_nothing_is_dropped_early(uses, limit,
         expected.add(node)
     assert {node for node in last if node in working} == expected
     assert working.num_tokens == sum(last[node][0] for node in expected) <= limit
+
+
+def test_users_who_never_return_earn_little_protection_and_returning_ones_all_of_it():
+    working = WorkingSet(limit_tokens=1000, window_s=60)
+    assert working.limit_tokens == 1000
+    for _ in range(300):
+        working.observe_hits(0, 500)
+    assert working.limit_tokens == 100
+    for _ in range(100):
+        working.observe_hits(300, 500)
+    assert working.limit_tokens == 1000
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(100, 200)), max_size=50))
+def test_the_earned_share_stays_within_its_bounds(hits):
+    working = WorkingSet(limit_tokens=1000, window_s=60)
+    for num_cached, num_tokens in hits:
+        working.observe_hits(num_cached, num_tokens)
+        assert 100 <= working.limit_tokens <= 1000
