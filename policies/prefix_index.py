@@ -67,6 +67,8 @@ class PrefixIndex:
         return (self._keys[end - 1] if end > start else None), end - start
 
     def _range(self, namespace: str, path: MutableSequence[int]) -> tuple[int, int]:
+        if not self._keys:
+            return 0, 0
         behind = path[:]
         behind[-1] += 1
         start = self._keys.bisect_left((namespace, path, _BEFORE_ALL))

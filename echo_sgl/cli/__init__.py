@@ -14,6 +14,7 @@ from echo_sgl.cli.batch import batch_app
 from echo_sgl.cli.doctor import doctor
 from echo_sgl.cli.serve import serve
 from echo_sgl.cli.stats import stats
+from echo_sgl.cli.steps import steps_app
 from echo_sgl.errors import EchoError
 
 USER_ERROR_EXIT = 2
@@ -30,6 +31,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(doctor)
 app.command()(stats)
 app.add_typer(batch_app, name="batch")
+app.add_typer(steps_app, name="steps")
 
 
 def main() -> None:

@@ -34,7 +34,9 @@ from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.routes import STEPS_REQUEST_ID, steps_state
 from echo_sgl.engine.settings import active_config, refuse_unsupported
+from echo_sgl.engine.step_timing import install_step_timer, row_of_batch
 from echo_sgl.policies.offline_order import create_offline_order
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class EchoScheduler(Scheduler):
     def init_schedule_policy(self) -> None:
         super().init_schedule_policy()
         self._bind_cache()
+        self.step_timer = install_step_timer(self.tp_worker.model_runner)
         leads = _leads_its_replica()
         self.echo_metrics = SchedulerMetrics.create(
             enabled=get_observability().enable_metrics and leads
@@ -176,7 +179,17 @@ class EchoScheduler(Scheduler):
         pooled = len(self.offline_pool) > 0 and not ignore_waiting
         return not pooled and super().is_fully_idle(for_health_check, ignore_waiting)
 
+    def get_internal_state(self, recv_req: Any) -> Any:
+        if recv_req.rid == STEPS_REQUEST_ID:
+            return steps_state(self.step_timer)
+        return super().get_internal_state(recv_req)
+
     # ---- one step --------------------------------------------------------------------------
+
+    def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
+        self.step_timer.collect()
+        self.step_timer.expect(row_of_batch(batch))
+        return super().run_batch(batch, pp_proxy_tensors)
 
     def _should_defer_prefill(self, running_batch: ScheduleBatch) -> bool:
         return super()._should_defer_prefill(running_batch) or self._online_decode_is_due(

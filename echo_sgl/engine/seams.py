@@ -19,6 +19,7 @@ _BATCH = "sglang.srt.managers.schedule_batch"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore"
+_HTTP = "sglang.srt.entrypoints.http_server"
 _SERVING = "sglang.srt.entrypoints.openai"
 _TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
 _TOKENIZER = f"{_TOKENIZER_MODULE}.TokenizerManager"
@@ -97,6 +98,9 @@ RELIED_ON = (
         "name factory",
     ),
     Seam(f"{_SCHEDULER}.process_input_requests", "self recv_reqs"),
+    Seam(f"{_SCHEDULER}.get_internal_state", "self recv_req"),
+    Seam(f"{_SCHEDULER}.run_batch", "self batch pp_proxy_tensors"),
+    Seam("sglang.srt.utils.device_timer.device_timer_ctx", "timer category"),
     Seam(f"{_SCHEDULER}._should_defer_prefill", "self running_batch"),
     Seam(
         f"{_SCHEDULER}._get_new_batch_prefill_raw",
@@ -210,6 +214,15 @@ HOOKS = (
         Seam(f"{_TOKENIZER_MODULE}.SignalHandler.sigterm_handler", "self signum frame"),
         "after",
         _ours("shutdown.end_offline_requests"),
+    ),
+    Hook(
+        Seam(
+            f"{_HTTP}._setup_and_run_http_server",
+            "server_args tokenizer_manager template_manager port_args scheduler_infos "
+            "subprocess_watchdog execute_warmup_func launch_callback",
+        ),
+        "before",
+        _ours("routes.add_routes"),
     ),
     Hook(
         Seam("sglang.srt.server_args.ServerArgs.check_server_args", "self"),

@@ -239,7 +239,8 @@ class EchoTreeCore(PlainWalks):
 
     def _settle(self, node: UnifiedTreeNode) -> None:
         del self._unsettled[node]
-        self.order.put(self.facts_of(node))
+        node.echo_facts = self.facts_of(node)
+        self.order.put(node.echo_facts)
 
     def settle_all(self) -> None:
         """Give every leaf its place; the order is exact from here to the next change."""
@@ -282,12 +283,14 @@ class EchoTreeCore(PlainWalks):
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
         node = self.node_by_id(node_id)
-        facts, namespace, path = self.facts_of(node), namespace_of(node.key), path_of(node)
+        is_settled = node in self.evictable_device_leaves and node not in self._unsettled
+        facts: LeafFacts = node.echo_facts if is_settled else self.facts_of(node)
+        # A node with a host copy is read back, not computed again.
+        path = path_of(node) if facts.num_pending and not node.backuped else None
         result = super().evict_device_leaf(node_id, is_write_back)
         self._count_evicted(facts, result.tracker)
-        # A node with a host copy is read back, not computed again.
-        if result.tracker and facts.num_pending and not node.backuped:
-            self.lost.add(namespace, path, len(path) - len(node.key))
+        if result.tracker and path is not None:
+            self.lost.add(namespace_of(node.key), path, len(path) - len(node.key))
         return result
 
     def demote(self, node_id: int) -> DemoteResult:

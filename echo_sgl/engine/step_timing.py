@@ -1,0 +1,111 @@
+"""How long each step of the model took, with what it ran, in a ring buffer.
+
+SGLang's runners call `model_runner.device_timer` around a forward pass and leave it empty
+unless their own timer is switched on. Ours stands there and passes on to that one. What it
+measures is the device's execution time, not the scheduler's loop time, which overlap
+scheduling hides: events on an accelerator, the clock on a CPU, where a forward pass returns
+when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from echo_sgl.batch_shape import BatchRow, BatchShape
+
+DEFAULT_CAPACITY = 20_000
+
+
+class StepTimer:
+    """Times the step that `expect` announced; steps that nobody announced are not kept.
+
+    Units: seconds. Reading is cheap and forgets nothing: `records` are the last `capacity`.
+    """
+
+    def __init__(
+        self, inner: Any = None, *, on_device: bool = False, capacity: int = DEFAULT_CAPACITY
+    ) -> None:
+        self.num_steps = 0
+        self._mark = _device_event if on_device else time.perf_counter
+        self._inner = inner
+        self._records: deque[tuple[BatchRow, float]] = deque(maxlen=capacity)
+        self._expected: BatchRow | None = None
+        self._running: deque[tuple[BatchRow, Any, Any]] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def expect(self, row: BatchRow | None) -> None:
+        """The next forward pass runs this; None: something that is not a step of ours."""
+        self._expected = row
+
+    @contextlib.contextmanager
+    def wrap(self, metadata: dict[str, Any]) -> Iterator[None]:
+        """Around one forward pass, on the stream that runs it."""
+        row, self._expected = self._expected, None
+        outer = self._inner.wrap(metadata) if self._inner is not None else contextlib.nullcontext()
+        with outer:
+            start = self._mark()
+            yield
+            if row is not None:
+                self._running.append((row, start, self._mark()))
+
+    def records(self) -> list[tuple[BatchRow, float]]:
+        """The last steps that are over, oldest first."""
+        self.collect()
+        return list(self._records)
+
+    def collect(self) -> None:
+        """Take in the steps that have ended since; never waits for the device."""
+        while self._running and _is_over(self._running[0][2]):
+            row, start, end = self._running.popleft()
+            self._records.append((row, _elapsed_s(start, end)))
+            self.num_steps += 1
+
+
+def row_of_batch(batch: Any) -> BatchRow | None:
+    """What a batch is about to run; None when it has no forward pass of its own."""
+    shape = BatchShape()
+    if batch.forward_mode.is_decode():
+        for req in batch.reqs:
+            shape.add_decode(req.seqlen)
+    elif batch.forward_mode.is_extend():
+        num_prefills = len(batch.reqs) - len(batch.decoding_reqs or ())
+        lengths = zip(batch.extend_lens, batch.prefix_lens, strict=True)
+        for index, (new_tokens, cached_tokens) in enumerate(lengths):
+            if index < num_prefills:
+                shape.add_prefill(new_tokens, cached_tokens)
+            else:
+                shape.add_decode(cached_tokens + 1)
+    return shape.row() if len(shape) else None
+
+
+def install_step_timer(model_runner: Any) -> StepTimer:
+    """Put our timer where the runner looks for one."""
+    import torch
+
+    timer = StepTimer(model_runner.device_timer, on_device=torch.cuda.is_available())
+    model_runner.device_timer = timer
+    return timer
+
+
+def _device_event() -> Any:
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _is_over(end: Any) -> bool:
+    return isinstance(end, float) or bool(end.query())
+
+
+def _elapsed_s(start: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1000.0
