@@ -16,7 +16,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-BENCHES = ("bench_cpu", "bench_pool", "bench_tree")
+BENCHES = ("bench_cpu", "bench_pool", "bench_tree", "bench_estimators")
 RESULT_FILE = Path(__file__).resolve().parent.parent / "build" / "bench.json"
 ROW_KEYS = ("name", "ours", "stock", "ratio", "unit", "n", "machine")
 

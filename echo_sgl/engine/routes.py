@@ -37,9 +37,14 @@ def _router(tokenizer_manager: Any) -> APIRouter:
     return router
 
 
-def steps_state(timer: StepTimer) -> GetInternalStateReqOutput:
-    """A scheduler's answer: columns, then one row per step, oldest first."""
+def steps_state(timer: StepTimer, server: dict[str, Any]) -> GetInternalStateReqOutput:
+    """A scheduler's answer: what it runs on, columns, then one row per step, oldest first."""
     rows = [[*row, time_s] for row, time_s in timer.records()]
     columns = [*BatchRow._fields, "time_s"]
-    state = {"columns": columns, "rows": rows, "num_steps": timer.num_steps}
+    state = {
+        "server": server,
+        "columns": columns,
+        "rows": rows,
+        "num_steps": timer.num_steps,
+    }
     return GetInternalStateReqOutput(internal_state=state)

@@ -35,6 +35,7 @@ from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.engine.routes import STEPS_REQUEST_ID, steps_state
+from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import active_config, refuse_unsupported
 from echo_sgl.engine.step_timing import install_step_timer, row_of_batch
 from echo_sgl.policies.offline_order import create_offline_order
@@ -181,7 +182,7 @@ class EchoScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: Any) -> Any:
         if recv_req.rid == STEPS_REQUEST_ID:
-            return steps_state(self.step_timer)
+            return steps_state(self.step_timer, server_facts(self))
         return super().get_internal_state(recv_req)
 
     # ---- one step --------------------------------------------------------------------------

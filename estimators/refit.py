@@ -1,0 +1,81 @@
+"""Live steps to fit again from: bounded, recent, and safe from outliers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from echo_sgl.batch_shape import BatchRow, BatchShape, FloatArray, Step, StepKind, rows_of
+from echo_sgl.estimators.batch_time_model import BatchTimeModel
+from echo_sgl.estimators.held_out import Samples
+from echo_sgl.estimators.samples import kinds_of
+
+# A normal error is beyond 5 median absolute deviations once in 1,300 times.
+MAX_DEVIATIONS = 5.0
+
+
+class RefitBuffer:
+    """A sample of the steps seen, apart per kind, so that many decodes do not push out prefills.
+
+    When a kind is full, a new step takes the place of a random one: how likely a step is
+    still here fades with the steps of its kind since, by half in `0.7 * capacity` of them.
+    A kind that no longer occurs keeps what it had, so fill it with the calibration first.
+
+    Source: Aggarwal (2006), biased reservoir sampling.
+    """
+
+    def __init__(self, *, capacity_per_kind: int = 2000, rng: random.Random) -> None:
+        self._capacity, self._rng = capacity_per_kind, rng
+        self._steps: dict[StepKind, list[tuple[BatchRow, float]]] = {kind: [] for kind in StepKind}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._steps.values()))
+
+    def add(self, step: Step, time_s: float) -> None:
+        """Keep a step that took `time_s`; O(1)."""
+        row = step.row() if isinstance(step, BatchShape) else step
+        steps = self._steps[row.kind]
+        if len(steps) < self._capacity:
+            steps.append((row, time_s))
+        else:
+            steps[self._rng.randrange(self._capacity)] = (row, time_s)
+
+    def samples(self) -> Samples:
+        """What is here, for `fit`. Shapes: (steps, columns of `BatchRow`) and (steps,)."""
+        steps: Sequence[tuple[BatchRow, float]] = [
+            step for kind in StepKind for step in self._steps[kind]
+        ]
+        return rows_of(row for row, _ in steps), np.array([time_s for _, time_s in steps])
+
+
+def refitted(model: BatchTimeModel, buffer: RefitBuffer) -> BatchTimeModel:
+    """A copy of the model, fitted to the buffer's steps; the model itself stays as it is.
+
+    Errors: `ValueError` names the column that is too rare or constant; keep the old model.
+    """
+    rows, times_s = buffer.samples()
+    return copy.copy(model).fit(rows, clip_outliers(model, rows, times_s))
+
+
+def clip_outliers(model: BatchTimeModel, rows: FloatArray, times_s: FloatArray) -> FloatArray:
+    """Times pulled to within `MAX_DEVIATIONS` of what is usual beside the model's prediction.
+
+    Usual is the median of log(measured / predicted) per kind of step, so a model that is off
+    by a factor clips nothing. Shapes: (steps, columns of `BatchRow`), (steps,) -> (steps,).
+    """
+    predicted_s = model.predict_rows_s(rows)
+    # Where the model says 0 there is nothing to compare with.
+    known = (predicted_s > 0) & (times_s > 0)
+    clipped_s = times_s.copy()
+    for mask in kinds_of(rows).values():
+        chosen = mask & known
+        if chosen.any():
+            log_ratios = np.log(times_s[chosen] / predicted_s[chosen])
+            median = np.median(log_ratios)
+            reach = MAX_DEVIATIONS * 1.4826 * np.median(np.abs(log_ratios - median))
+            inside = np.clip(log_ratios, median - reach, median + reach)
+            clipped_s[chosen] = predicted_s[chosen] * np.exp(inside)
+    return clipped_s

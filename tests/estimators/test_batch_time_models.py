@@ -1,0 +1,211 @@
+"""Each batch-time model against its paper's formula, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from echo_sgl.batch_shape import StepKind
+from echo_sgl.estimators.batch_time import create_batch_time
+from echo_sgl.estimators.roofline_time import Transformer
+from tests.estimators.steps import (
+    SMALL_LLAMA,
+    batches,
+    measured,
+    random_rows,
+    shape_of,
+    true_model,
+    unfitted,
+)
+
+
+def predicted_s(name, batch, **coefficients):
+    model = unfitted(name)
+    zeros = dict.fromkeys(model.COEFFICIENTS, 0.0)
+    return model.with_coefficients({**zeros, **coefficients}).predict_s(shape_of(batch))
+
+
+# Pooled (Echo eq. 6-8)
+
+
+def test_pooled_prices_one_uncached_prefill_as_echo_does():
+    time_s = predicted_s(
+        "pooled", [(300, 0)], prefill_area=2e-8, prefill_token=5e-5, prefill_step=3e-3
+    )
+    assert time_s == pytest.approx(2e-8 * 300**2 + 5e-5 * 300 + 3e-3)
+
+
+def test_pooled_prices_a_cached_prefix_by_the_area_it_adds():
+    assert predicted_s("pooled", [(300, 500)], prefill_area=1.0) == 800**2 - 500**2
+
+
+def test_pooled_prices_decodes_by_max_and_mean_at_one_batch_size():
+    lengths = [100, 300, 500]
+    time_s = predicted_s(
+        "pooled", [(0, one) for one in lengths], decode_max_token=2.0, decode_token=0.5
+    )
+    assert time_s == pytest.approx(2.0 * max(lengths) + 0.5 * 3 * np.mean(lengths))
+
+
+def test_pooled_mixes_between_the_larger_and_the_sum():
+    batch, parts = [(10, 0), (0, 40)], {"prefill_token": 1.0, "decode_token": 1.0}
+    assert predicted_s("pooled", batch, **parts) == 40
+    assert predicted_s("pooled", batch, **parts, mixing=0.5) == 45
+    assert predicted_s("pooled", batch, **parts, mixing=1.0) == 50
+
+
+@given(batches)
+def test_pooled_takes_at_least_its_larger_half_and_at_most_both(batch):
+    model = true_model("pooled")
+    prefill_s = model.predict_s(shape_of([one for one in batch if one[0]]))
+    decode_s = model.predict_s(shape_of([one for one in batch if not one[0]]))
+    time_s = model.predict_s(shape_of(batch))
+    assert max(prefill_s, decode_s) <= time_s <= (prefill_s + decode_s) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.4, 1.0])
+def test_pooled_finds_the_mixing_coefficient(mixing):
+    truth = true_model("pooled")
+    truth = truth.with_coefficients({**truth.coefficients_, "mixing": mixing})
+    rows = random_rows(900, seed=1)
+    model = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=2))
+    assert model.coefficients_["mixing"] == pytest.approx(mixing, abs=0.03)
+
+
+def test_pooled_takes_the_whole_sum_where_no_mixed_step_was_measured():
+    rows = random_rows(100, seed=3, kinds=(StepKind.PREFILL, StepKind.DECODE))
+    model = unfitted("pooled").fit(rows, true_model("pooled").predict_rows_s(rows))
+    assert model.coefficients_["mixing"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ((StepKind.MIXED, StepKind.DECODE), "prefill_tokens .* steps that only prefill"),
+        ((StepKind.MIXED, StepKind.PREFILL), "num_decodes .* steps that only decode"),
+    ],
+)
+def test_pooled_names_the_pure_steps_that_it_lacks(kinds, message):
+    with pytest.raises(ValueError, match=message):
+        unfitted("pooled").fit(random_rows(100, seed=4, kinds=kinds), np.ones(100))
+
+
+def test_pooled_refuses_a_mixing_above_one():
+    with pytest.raises(ValueError, match=r"coefficients\.mixing is 1\.5; above 1"):
+        predicted_s("pooled", [], mixing=1.5)
+
+
+# Linear (HyGen eq. 1) and BROS (4.1)
+
+
+def test_linear_sums_the_totals_and_their_squares():
+    batch = [(10, 5), (20, 0), (0, 100), (0, 200), (0, 300)]
+    weights = {
+        "prefill_token": 1e1,
+        "prefill_token_square": 1e-1,
+        "prefill_request": 1e2,
+        "decode_token": 1e0,
+        "decode_token_square": 1e-3,
+        "decode_request": 1e3,
+        "step": 7.0,
+    }
+    expected = 1e1 * 30 + 1e-1 * 30**2 + 1e2 * 2 + 1e0 * 600 + 1e-3 * 600**2 + 1e3 * 3 + 7
+    assert predicted_s("linear", batch, **weights) == pytest.approx(expected)
+
+
+def test_bros_multiplies_tokens_by_context_in_each_half():
+    batch = [(10, 5), (20, 0), (0, 100), (0, 200)]
+    weights = {
+        "prefill_token": 2.0,
+        "prefill_token_context": 0.1,
+        "prefill_step": 3.0,
+        "decode_request": 5.0,
+        "decode_request_context": 0.01,
+        "decode_step": 11.0,
+    }
+    prefill_s = 2.0 * 30 + 0.1 * 30 * (30 + 5) + 3.0
+    assert predicted_s("bros", batch[:2], **weights) == pytest.approx(prefill_s)
+    decode_s = 5.0 * 2 + 0.01 * 2 * 300 + 11.0
+    assert predicted_s("bros", batch[2:], **weights) == pytest.approx(decode_s)
+    assert predicted_s("bros", batch, **weights) == pytest.approx(prefill_s + decode_s)
+
+
+# Roofline (OOCO tables 2-4)
+
+TOY = Transformer(
+    num_layers=3,
+    hidden=8,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate=16,
+    vocab=50,
+    dtype_bytes=2,
+    head_dim=2,
+)
+LAYER_WEIGHTS = 8 * 16 + 8 * 8 + 8 * 32 + 16 * 8
+HEAD_WEIGHTS = 8 * 50
+
+
+def toy_s(batch, **coefficients):
+    model = create_batch_time("roofline", transformer=TOY)
+    zeros = dict.fromkeys(model.COEFFICIENTS, 0.0)
+    return model.with_coefficients({**zeros, **coefficients}).predict_s(shape_of(batch))
+
+
+def test_roofline_counts_two_flops_per_weight_and_row():
+    # Five rows go through the layers, two sequences through the head.
+    batch = [(4, 6), (0, 9)]
+    expected = 2 * (3 * LAYER_WEIGHTS * 5 + HEAD_WEIGHTS * 2)
+    assert toy_s(batch, gemm_flop=1.0) == expected
+
+
+def test_roofline_reads_every_weight_once_and_the_rows_in_and_out():
+    rows = 3 * 5 * ((8 + 16) + (8 + 8) + (8 + 32) + (16 + 8)) + 2 * (8 + 50)
+    expected = 2 * (3 * LAYER_WEIGHTS + HEAD_WEIGHTS + rows)
+    assert toy_s([(4, 6), (0, 9)], gemm_byte=1.0) == expected
+
+
+def test_roofline_counts_attention_over_the_causal_half():
+    # Queries at 6..9 attend to 7, 8, 9 and 10 keys; OOCO's 4 D S_q S_kv counts 10 for all.
+    per_key = 3 * 4 * 8
+    pairs = 4 * 6 + 4 * 4 / 2
+    assert toy_s([(4, 6)], prefill_attention_flop=1.0) == per_key * pairs
+    assert toy_s([(0, 9)], decode_attention_flop=1.0) == per_key * 9
+
+
+def test_roofline_reads_queries_of_all_heads_and_keys_of_the_shared_ones():
+    # Twice (in and out; keys and values), two bytes, three layers; 8 query and 4 KV features.
+    assert toy_s([(4, 6)], attention_byte=1.0) == 2 * 2 * 3 * (4 * 8 + 10 * 4)
+    assert toy_s([(0, 9)], attention_byte=1.0) == 2 * 2 * 3 * (1 * 8 + 9 * 4)
+
+
+def test_roofline_takes_the_slower_limit_of_each_operator_and_one_overhead():
+    shape = [(0, 9)]
+    memory_s, compute_s = toy_s(shape, gemm_byte=1.0), toy_s(shape, gemm_flop=1e-3)
+    both_s = toy_s(shape, gemm_byte=1.0, gemm_flop=1e-3, step=5.0)
+    assert both_s == max(memory_s, compute_s) + 5.0
+
+
+def test_roofline_prices_decodes_flat_until_compute_binds():
+    # Weights dominate: 64 decodes cost little more than one, 6,400 much more.
+    model = true_model("roofline")
+    one, few, many = (model.predict_s(shape_of([(0, 1)] * n)) for n in (1, 8, 6400))
+    assert few < 1.5 * one < many
+
+
+def test_roofline_finds_the_achieved_rates():
+    truth, rows = true_model("roofline"), random_rows(900, seed=5)
+    model = unfitted("roofline").fit(rows, measured(truth, rows, noise=0.01, seed=6))
+    for name in ("gemm_flop", "gemm_byte", "attention_byte", "step"):
+        assert model.coefficients_[name] == pytest.approx(truth.coefficients_[name], rel=0.1)
+
+
+def test_a_transformer_derives_the_head_size_and_refuses_sizes_that_are_not_counts():
+    assert SMALL_LLAMA.head_dim == 256 // 8
+    assert replace(SMALL_LLAMA, head_dim=128).head_dim == 128
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match=r"transformer\.num_layers is .*; it must be a whole"):
+            replace(SMALL_LLAMA, num_layers=wrong)

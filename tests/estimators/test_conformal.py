@@ -1,0 +1,299 @@
+"""The band covers what it promises while steps drift, and says what it rests on."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.batch_shape import BatchShape, StepKind
+from echo_sgl.estimators.batch_time import longest_prefill
+from echo_sgl.estimators.conformal import ConformalBand, Evidence
+from echo_sgl.estimators.drift import DriftDetector
+from tests.estimators.steps import random_rows, shape_of, true_model
+
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+DECODE, PREFILL = shape_of([(0, 100)]).row(), shape_of([(100, 0)]).row()
+NUM_STEPS, NOISE = 4000, 0.05
+
+
+class Constant:
+    """Predicts the same time for every step."""
+
+    def __init__(self, time_s: float = 0.01) -> None:
+        self.time_s = time_s
+
+    def predict_s(self, step: object) -> float:
+        return self.time_s
+
+
+def band(**options: object) -> ConformalBand:
+    return ConformalBand(Constant(), **options)
+
+
+def play(one: ConformalBand, log_ratios: np.ndarray, row=DECODE, start_s: float = 0.0) -> None:
+    for number, log_ratio in enumerate(log_ratios):
+        one.observe(row, 0.01 * math.exp(log_ratio), start_s + 0.01 * number)
+
+
+def still(num_steps: int, *, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.0, NOISE, num_steps)
+
+
+def streams(seed: int) -> dict[str, np.ndarray]:
+    """Logarithms of measured / predicted."""
+    rng, steps = np.random.default_rng(seed), np.arange(NUM_STEPS)
+    noise = rng.normal(0.0, NOISE, NUM_STEPS)
+    half = steps >= NUM_STEPS // 2
+    return {
+        "nothing changes": noise,
+        "three times as slow, little by little": noise + math.log(3) * steps / NUM_STEPS,
+        "three times as fast, little by little": noise - math.log(3) * steps / NUM_STEPS,
+        "twice as slow at once": noise + math.log(2) * half,
+        "twice as fast at once": noise - math.log(2) * half,
+        "slower and faster in waves": noise + 0.3 * np.sin(steps * 2 * np.pi / 2000),
+        "two regimes in turn": noise + 0.3 * (steps // 300 % 2),
+        "noise that grows tenfold": noise * (0.4 + 4 * steps / NUM_STEPS),
+        "outliers of many times": rng.standard_t(2, NUM_STEPS) * NOISE,
+        "neighbours alike": np.convolve(noise, 0.8 ** np.arange(30))[:NUM_STEPS],
+    }
+
+
+# Coverage
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", streams(0))
+def test_coverage_of_the_last_thousand_steps_is_within_two_points_at_all_times(name, seed):
+    one, log_ratios = band(quantiles=QUANTILES), streams(seed)[name]
+    play(one, log_ratios[:1050])
+    for start in range(1050, NUM_STEPS, 50):
+        play(one, log_ratios[start : start + 50])
+        for quantile in QUANTILES:
+            assert one.coverage(StepKind.DECODE, quantile) == pytest.approx(quantile, abs=0.02)
+
+
+def test_coverage_counts_the_bounds_that_the_caller_was_given():
+    one, hits = band(coverage_window=400), []
+    for log_ratio in streams(3)["two regimes in turn"][:800]:
+        bound_s, time_s = one.predict_upper(DECODE, 0.95), 0.01 * math.exp(log_ratio)
+        hits.append(time_s <= bound_s)
+        one.observe(DECODE, time_s, 0.0)
+    assert one.coverage(StepKind.DECODE, 0.95) == pytest.approx(np.mean(hits[-400:]), abs=0.003)
+
+
+@pytest.mark.parametrize(("quantile", "deviations"), [(0.5, 0.0), (0.9, 1.28), (0.95, 1.64)])
+def test_the_bound_is_no_wider_than_it_must_be(quantile, deviations):
+    one, bounds = band(), []
+    for log_ratio in still(3000, seed=4):
+        one.observe(DECODE, 0.01 * math.exp(log_ratio), 0.0)
+        bounds.append(math.log(one.predict_upper(DECODE, quantile) / 0.01))
+    assert np.mean(bounds[500:]) == pytest.approx(deviations * NOISE, abs=0.2 * NOISE)
+    assert np.std(bounds[500:]) < 0.5 * NOISE
+
+
+def test_a_streak_of_slow_steps_is_followed_within_a_few_of_them():
+    one = band()
+    play(one, still(500, seed=5))
+    misses = 0
+    for _ in range(100):
+        misses += one.predict_upper(DECODE, 0.95) < 0.02
+        one.observe(DECODE, 0.02, 0.0)
+    assert misses <= 5
+
+
+def test_a_bound_scales_with_the_prediction():
+    model = Constant()
+    one = ConformalBand(model)
+    play(one, still(300, seed=6))
+    narrow = one.predict_upper(DECODE, 0.95)
+    model.time_s *= 3
+    assert one.predict_upper(DECODE, 0.95) == pytest.approx(3 * narrow)
+
+
+def test_a_step_without_requests_takes_no_time():
+    assert band().predict_upper(BatchShape(), 0.95) == 0.0
+
+
+def test_the_longest_prefill_can_be_asked_of_the_bound():
+    model = true_model("pooled")
+    one, shape = ConformalBand(model), BatchShape()
+    for log_ratio in math.log(1.5) + still(300, seed=30):
+        one.observe(PREFILL, model.predict_s(PREFILL) * math.exp(log_ratio), 0.0)
+    found = longest_prefill(one.at(0.9), shape, 0.05, max_tokens=4000)
+    shape.add_prefill(found)
+    assert one.predict_upper(shape, 0.9) <= 0.05
+    shape.undo()
+    shape.add_prefill(found + 1)
+    assert one.predict_upper(shape, 0.9) > 0.05
+    assert 0 < found < longest_prefill(model, BatchShape(), 0.05, max_tokens=4000)
+
+
+def test_kinds_of_steps_have_bands_of_their_own():
+    one = band()
+    play(one, still(300, seed=7))
+    play(one, math.log(4) + still(300, seed=8), row=PREFILL)
+    assert one.predict_upper(DECODE, 0.95) < 0.013
+    assert one.predict_upper(PREFILL, 0.95) > 0.039
+    assert one.coverage(StepKind.MIXED, 0.95) is None
+
+
+def test_looking_changes_nothing():
+    looked, other = band(), band()
+    for log_ratio in still(200, seed=9):
+        for one in (looked, other):
+            one.observe(DECODE, 0.01 * math.exp(log_ratio), 0.0)
+        looked.predict_upper(DECODE, 0.9)
+        looked.evidence(StepKind.DECODE, 1e9)
+    assert pickle.dumps(looked) == pickle.dumps(other)
+
+
+def test_a_shape_may_go_on_changing_after_it_was_learned_from():
+    one, shape = band(), BatchShape()
+    shape.add_decode(100)
+    play(one, still(100, seed=10), row=shape)
+    before_s = one.predict_upper(DECODE, 0.95)
+    shape.add_prefill(50)
+    one.replace_model(Constant())
+    assert one.predict_upper(DECODE, 0.95) == before_s
+
+
+def test_memory_is_bounded():
+    one = band()
+    play(one, still(2000, seed=11))
+    before = len(pickle.dumps(one))
+    play(one, still(6000, seed=12))
+    assert len(pickle.dumps(one)) < 1.1 * before
+
+
+@given(st.lists(st.floats(-200, 200), min_size=1, max_size=150), st.sampled_from(QUANTILES))
+def test_any_stream_gives_finite_bounds_above_nothing(log_ratios, quantile):
+    one = band()
+    for log_ratio in log_ratios:
+        one.observe(DECODE, 0.01 * math.exp(log_ratio), 0.0)
+        bound_s = one.predict_upper(DECODE, quantile)
+        assert math.isfinite(bound_s) and bound_s > 0
+
+
+def test_a_model_that_says_zero_is_corrected_by_what_was_measured():
+    one = ConformalBand(Constant(0.0))
+    play(one, still(200, seed=13))
+    assert one.predict_upper(DECODE, 0.95) == pytest.approx(0.011, rel=0.1)
+
+
+@pytest.mark.parametrize("time_s", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_cannot_be_is_refused_and_not_learned(time_s):
+    one = band()
+    play(one, still(100, seed=14))
+    before = pickle.dumps(one)
+    with pytest.raises(ValueError, match=f"time_s is {time_s}; a step takes"):
+        one.observe(DECODE, time_s, 5.0)
+    assert pickle.dumps(one) == before
+
+
+def test_a_quantile_that_nobody_asked_for_at_the_start_is_refused():
+    with pytest.raises(ValueError, match=r"quantile is 0\.8; this band was built for 0\.5, 0\.9"):
+        band().predict_upper(DECODE, 0.8)
+    for wrong in (0.0, 1.0, 95.0, math.nan):
+        with pytest.raises(ValueError, match="quantiles holds"):
+            band(quantiles=(wrong,))
+
+
+# Evidence
+
+
+def test_too_few_steps_are_missing_evidence_and_give_the_cold_bound():
+    one = band(cold_ratio=2.0)
+    assert one.evidence(StepKind.DECODE, 0.0) is Evidence.MISSING
+    play(one, still(ConformalBand.MIN_STEPS - 1, seed=15))
+    assert one.evidence(StepKind.DECODE, 0.3) is Evidence.MISSING
+    assert one.predict_upper(DECODE, 0.5) == pytest.approx(0.02)
+    one.observe(DECODE, 0.01, 0.3)
+    assert one.evidence(StepKind.DECODE, 0.3) is Evidence.FRESH
+    assert one.predict_upper(DECODE, 0.5) < 0.015
+
+
+def test_steps_of_long_ago_are_stale_until_a_new_one_comes():
+    one = band(stale_s=10.0)
+    play(one, still(100, seed=16))
+    assert one.evidence(StepKind.DECODE, 10.9) is Evidence.FRESH
+    assert one.evidence(StepKind.DECODE, 11.1) is Evidence.STALE
+    one.observe(DECODE, 0.01, 11.1)
+    assert one.evidence(StepKind.DECODE, 11.1) is Evidence.FRESH
+
+
+def test_steps_of_one_kind_are_no_evidence_for_another():
+    one = band()
+    play(one, still(100, seed=17))
+    assert one.evidence(StepKind.PREFILL, 1.0) is Evidence.MISSING
+
+
+def test_a_clock_that_goes_back_or_says_nothing_is_not_trusted_more():
+    one = band(stale_s=10.0)
+    play(one, still(100, seed=18), start_s=100.0)
+    one.observe(DECODE, 0.01, 5.0)
+    assert one.evidence(StepKind.DECODE, 105.0) is Evidence.FRESH
+    assert one.evidence(StepKind.DECODE, math.nan) is Evidence.STALE
+
+
+# Another model
+
+
+def test_after_a_refit_the_band_compares_recent_steps_with_the_new_model():
+    one = band()
+    play(one, math.log(3) + still(500, seed=19))
+    before_s = one.predict_upper(DECODE, 0.95)
+    one.replace_model(Constant(0.03))
+    assert one.predict_upper(DECODE, 0.95) == pytest.approx(before_s)
+    assert one.evidence(StepKind.DECODE, 5.0) is Evidence.FRESH
+    play(one, math.log(3) + still(500, seed=20))
+    assert one.num_drifts(StepKind.DECODE) == 0
+
+
+# Drift
+
+
+def drifts(log_ratios: np.ndarray) -> list[int]:
+    detector = DriftDetector()
+    return [number for number, one in enumerate(log_ratios) if detector.observe(one)]
+
+
+@pytest.mark.parametrize("shift", [0.15, -0.15, math.log(2), -math.log(2)])
+def test_a_lasting_shift_is_one_drift_and_is_noticed_soon(shift):
+    found = drifts(still(4000, seed=21) + shift * (np.arange(4000) >= 2000))
+    assert len(found) == 1
+    assert 2000 <= found[0] < 2200
+
+
+@pytest.mark.parametrize("name", ["nothing changes", "outliers of many times", "neighbours alike"])
+@pytest.mark.parametrize("seed", range(22, 26))
+def test_noise_is_not_a_drift_whatever_its_kind(name, seed):
+    assert drifts(streams(seed)[name]) == []
+
+
+def test_a_slow_drift_is_noticed_too_and_more_than_once():
+    assert len(drifts(streams(26)["three times as slow, little by little"])) > 3
+
+
+def test_a_shift_of_one_percent_is_none():
+    assert drifts(0.001 * still(4000, seed=27) + 0.01 * (np.arange(4000) >= 2000)) == []
+
+
+def test_drifts_are_counted_per_kind_of_step():
+    one = band()
+    for row, shift in ((DECODE, 0.0), (PREFILL, math.log(2))):
+        play(one, still(2000, seed=28) + shift * (np.arange(2000) >= 1000), row=row)
+    counts = {kind: one.num_drifts(kind) for kind in StepKind}
+    assert counts == {StepKind.DECODE: 0, StepKind.PREFILL: 1, StepKind.MIXED: 0}
+
+
+def test_every_kind_of_step_can_be_learned_from():
+    one = band()
+    for row in random_rows(300, seed=29):
+        shape = shape_of([(int(row[1]), 0)] * bool(row[0]) + [(0, int(row[5]))] * bool(row[4]))
+        one.observe(shape, 0.01, 1.0)
+    assert all(one.evidence(kind, 1.0) is Evidence.FRESH for kind in StepKind)
