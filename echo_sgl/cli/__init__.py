@@ -11,6 +11,7 @@ import sys
 import typer
 
 from echo_sgl.cli.batch import batch_app
+from echo_sgl.cli.calibrate import calibrate
 from echo_sgl.cli.doctor import doctor
 from echo_sgl.cli.serve import serve
 from echo_sgl.cli.stats import stats
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(doctor)
 app.command()(stats)
+app.command()(calibrate)
 app.add_typer(batch_app, name="batch")
 app.add_typer(steps_app, name="steps")
 

@@ -1,0 +1,182 @@
+"""Drive an idle server over a grid of steps, fit every batch-time model, keep the best."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import httpx
+import numpy as np
+
+from echo_sgl.batch_shape import BatchRow
+from echo_sgl.cli.steps import StepsError, fetch_steps
+from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS, create_batch_time
+from echo_sgl.estimators.batch_time_model import BatchTimeModel
+from echo_sgl.estimators.held_out import (
+    Errors,
+    Samples,
+    choose_best,
+    held_out_errors,
+    split_samples,
+)
+from echo_sgl.estimators.profile import Profile
+from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
+
+HELD_OUT_SHARE = 0.25
+REQUEST_TIMEOUT_S = 300.0
+WARM_UP_REQUESTS = 3
+DECODE_TOKENS = 16
+# Ids below these are often special tokens of a tokenizer.
+FIRST_TOKEN_ID = 16
+
+
+class BusyServerError(StepsError):
+    """Somebody uses the server; what is measured now would be theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Requests sent at once: (cached tokens, new tokens, tokens to generate) of each."""
+
+    requests: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sum(request) for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Every fitted model with its errors on held-out steps, the best one as a profile."""
+
+    models: dict[str, BatchTimeModel]
+    errors: dict[str, Errors]
+    best: str
+    num_samples: int
+    server: dict[str, Any]
+
+    def profile(self, name: str | None = None) -> Profile:
+        """A model by its name, or the best, with its provenance."""
+        chosen = name or self.best
+        return Profile(
+            device=self.server["device"],
+            model=self.server["model"],
+            sglang_version=self.server["sglang_version"],
+            date=date.today().isoformat(),
+            num_samples=self.num_samples,
+            errors=self.errors[chosen],
+            estimator=self.models[chosen],
+        )
+
+
+def grid(server: dict[str, Any], rng: random.Random) -> Iterator[Wave]:
+    """Waves without end: prefills cold and behind a cached prefix, alone and together, decodes.
+
+    All fit the server's limits, so that no step is shaped by a retraction.
+    """
+    pool_tokens = server["max_total_tokens"] // 2
+    most = min(server["max_context_tokens"] - DECODE_TOKENS - 1, pool_tokens)
+    chunk = server["chunked_prefill_tokens"] or most
+    longest = min(4 * chunk, most)
+    running = server["max_running_requests"]
+    while True:
+        yield Wave(((0, _length(rng, longest), 1),))
+        cached = _length(rng, longest)
+        yield Wave(((cached, _length(rng, max(1, longest - cached)), 1),))
+        together = rng.randint(2, 8)
+        yield Wave(tuple((0, _length(rng, chunk // together + 1), 1) for _ in range(together)))
+        batch = min(running, 2 ** rng.randint(0, 6))
+        context = max(1, min(longest, pool_tokens // batch - DECODE_TOKENS))
+        yield Wave(
+            tuple((0, _length(rng, context), rng.randint(2, DECODE_TOKENS)) for _ in range(batch))
+        )
+
+
+class Driver:
+    """Sends waves and reads back the steps that they became."""
+
+    def __init__(self, url: str, api_key: str | None, rng: random.Random) -> None:
+        self._url, self._api_key, self._random = url, api_key, rng
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S)
+        self.server: dict[str, Any] = self._replica()["server"]
+
+    def require_idle(self) -> None:
+        """Errors: `BusyServerError` says what is running."""
+        loads = self._client.get("/v1/loads").raise_for_status().json()["loads"]
+        running = sum(load["num_running_reqs"] for load in loads)
+        waiting = sum(load["num_waiting_reqs"] for load in loads)
+        if running or waiting:
+            raise BusyServerError(
+                f"the server at {self._url} is busy: {running} requests run and {waiting} wait. "
+                "Calibrate when nobody uses it; their steps would be measured instead"
+            )
+
+    def measure(self, seconds: float, on_wave: Callable[[float], None]) -> Samples:
+        """Drive the grid for that long; rows and times of the steps that it became."""
+        self._send(Wave(((0, 8, 2),) * WARM_UP_REQUESTS))
+        before, start_s = self._replica()["num_steps"], time.monotonic()
+        for wave in grid(self.server, self._random):
+            self._send(wave)
+            elapsed_s = time.monotonic() - start_s
+            on_wave(min(1.0, elapsed_s / seconds))
+            if elapsed_s >= seconds:
+                break
+        after = self._replica()
+        table = np.array(after["rows"][before - after["num_steps"] :], dtype=np.float64)
+        num_columns = len(BatchRow._fields)
+        return table[:, :num_columns], table[:, num_columns]
+
+    def _send(self, wave: Wave) -> None:
+        with ThreadPoolExecutor(len(wave.requests)) as pool:
+            list(pool.map(self._request, wave.requests))
+
+    def _request(self, request: tuple[int, int, int]) -> None:
+        cached, new, generated = request
+        prompt = self._tokens(cached)
+        if cached:
+            self._generate(prompt, 1)
+        self._generate(prompt + self._tokens(new), generated)
+
+    def _generate(self, prompt: list[int], max_new_tokens: int) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        self._client.post("/generate", json=body).raise_for_status()
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(FIRST_TOKEN_ID, self.server["vocab"]) for _ in range(count)]
+
+    def _replica(self) -> dict[str, Any]:
+        replicas = fetch_steps(self._url, self._api_key)
+        if len(replicas) != 1:
+            raise StepsError(
+                f"the server has {len(replicas)} replicas; calibrate one that was started with "
+                "--dp-size 1 on the same device"
+            )
+        return replicas[0]
+
+
+def fit_all(samples: Samples, server: dict[str, Any], *, seed: int) -> Calibration:
+    """Fit every model that the server's facts allow, judge all on the same held-out steps.
+
+    Errors: `ValueError` names the column of samples that cannot be fitted.
+    """
+    fitted, held_out = split_samples(samples, held_out_share=HELD_OUT_SHARE, seed=seed)
+    sizes = server["transformer"]
+    transformer = Transformer(**sizes) if sizes else None
+    names = [name for name in BATCH_TIME_MODELS if transformer or name != RooflineBatchTime.NAME]
+    models = {name: create_batch_time(name, transformer=transformer).fit(*fitted) for name in names}
+    errors: dict[str, Errors] = {
+        name: held_out_errors(model, held_out) for name, model in models.items()
+    }
+    return Calibration(models, errors, choose_best(errors), len(samples[1]), server)
+
+
+def _length(rng: random.Random, longest: int) -> int:
+    """Short lengths as often as long ones: uniform in the logarithm."""
+    return max(1, min(longest, int(longest ** rng.random())))
