@@ -108,9 +108,8 @@ class Driver:
 
     def require_idle(self) -> None:
         """Errors: `BusyServerError` says what is running."""
-        loads = self._client.get("/v1/loads").raise_for_status().json()["loads"]
-        running = sum(load["num_running_reqs"] for load in loads)
-        waiting = sum(load["num_waiting_reqs"] for load in loads)
+        replica = self._replica()
+        running, waiting = replica["num_running"], replica["num_waiting"]
         if running or waiting:
             raise BusyServerError(
                 f"the server at {self._url} is busy: {running} requests run and {waiting} wait. "

@@ -37,12 +37,16 @@ def _router(tokenizer_manager: Any) -> APIRouter:
     return router
 
 
-def steps_state(timer: StepTimer, server: dict[str, Any]) -> GetInternalStateReqOutput:
+def steps_state(
+    timer: StepTimer, server: dict[str, Any], *, num_running: int, num_waiting: int
+) -> GetInternalStateReqOutput:
     """A scheduler's answer: what it runs on, columns, then one row per step, oldest first."""
     rows = [[*row, time_s] for row, time_s in timer.records()]
     columns = [*BatchRow._fields, "time_s"]
     state = {
         "server": server,
+        "num_running": num_running,
+        "num_waiting": num_waiting,
         "columns": columns,
         "rows": rows,
         "num_steps": timer.num_steps,

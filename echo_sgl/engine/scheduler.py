@@ -182,7 +182,12 @@ class EchoScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: Any) -> Any:
         if recv_req.rid == STEPS_REQUEST_ID:
-            return steps_state(self.step_timer, server_facts(self))
+            return steps_state(
+                self.step_timer,
+                server_facts(self),
+                num_running=sum(1 for _ in self._running_reqs()),
+                num_waiting=len(self.waiting_queue) + len(self.offline_pool),
+            )
         return super().get_internal_state(recv_req)
 
     # ---- one step --------------------------------------------------------------------------

@@ -102,13 +102,14 @@ def test_a_busy_server_is_refused_and_left_alone(
 ) -> None:
     body = {"text": "busy", "sampling_params": {"max_new_tokens": 15_000, "ignore_eos": True}}
     with httpx.stream("POST", f"{server.url}/generate", json=body | {"stream": True}) as reply:
-        next(reply.iter_raw())
+        chunks = reply.iter_raw()  # kept: the connection closes with its iterator
+        assert next(chunks)
         result = run_cli("calibrate", "--url", server.url, "--output", tmp_path / "none.json")
     assert result.returncode == 2
     assert "busy: 1 requests run and 0 wait" in result.stderr
     assert not (tmp_path / "none.json").exists()
     deadline_s = time.monotonic() + 60
-    while httpx.get(f"{server.url}/v1/loads").json()["loads"][0]["num_running_reqs"]:
+    while httpx.get(f"{server.url}/echo/steps").json()["replicas"][0]["num_running"]:
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
 
