@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from echo_sgl.batch_shape import BatchRow, FloatArray, Step
+from echo_sgl.batch_shape import FloatArray, Step
 from echo_sgl.estimators.samples import (
     checked_samples,
     columns_of,
@@ -73,9 +73,15 @@ class BatchTimeModel(ABC):
         return self._predict(step, num_decodes)
 
     def predict_rows_s(self, rows: FloatArray) -> FloatArray:
-        """`predict_s` of each row. Shapes: (steps, columns of `BatchRow`) -> (steps,)."""
-        steps = map(BatchRow._make, np.asarray(rows).tolist())
-        return np.array([self.predict_s(step) for step in steps], dtype=np.float64)
+        """`predict_s` of each row, to the last bit.
+
+        Shapes: (steps, columns of `BatchRow`) -> (steps,). Errors: as `predict_s`.
+        """
+        if not self._values:
+            raise ValueError(f"model {self.NAME} has no coefficients; fit it or load a profile")
+        batch = columns_of(np.asarray(rows, dtype=np.float64))
+        predicted_s = self._predict_columns(batch, self._padded_column(batch.num_decodes))
+        return np.where(batch.num_prefills + batch.num_decodes > 0, predicted_s, 0.0)
 
     def with_coefficients(self, coefficients: Mapping[str, float]) -> Self:
         """Take coefficients that an earlier fit found.
@@ -100,6 +106,10 @@ class BatchTimeModel(ABC):
     @abstractmethod
     def _predict(self, step: Step, num_decodes: int) -> float:
         """Seconds of a step that is not empty; `num_decodes` is padded."""
+
+    @abstractmethod
+    def _predict_columns(self, batch: Any, num_decodes: Any) -> FloatArray:
+        """`_predict` of all steps at once; the same operations in the same order."""
 
     def _set(self, values: Sequence[float]) -> None:
         self._values = tuple(values)
@@ -128,3 +138,7 @@ class FeatureModel(BatchTimeModel):
 
     def _predict(self, step: Step, num_decodes: int) -> float:
         return float(weighted_sum(self._values, self._features(step, num_decodes)))
+
+    def _predict_columns(self, batch: Any, num_decodes: Any) -> FloatArray:
+        total: FloatArray = weighted_sum(self._values, self._features(batch, num_decodes))
+        return total

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, Step, StepKind
 from echo_sgl.estimators.batch_time import StepPredictor
@@ -45,6 +46,7 @@ class ConformalBand:
 
     MIN_STEPS = 30
     NUM_RATIOS = 200
+    NUM_CENTRAL = 30
     NUM_AFTER_DRIFT = 30
 
     def __init__(
@@ -96,6 +98,7 @@ class ConformalBand:
             band.judge(log_ratio)
         band.add(row, time_s, log_ratio)
         band.shrink(self.NUM_RATIOS)
+        band.centre(self.NUM_CENTRAL)
         band.last_s = now_s if band.last_s is None else max(band.last_s, now_s)
         if band.drift.observe(log_ratio):
             band.shrink(self.NUM_AFTER_DRIFT)
@@ -105,10 +108,17 @@ class ConformalBand:
         self._model = model
         for band in self._bands.values():
             recent = [(row, time_s) for row, time_s, _ in band.recent]
-            band.shrink(0)
-            for row, time_s in recent:
-                band.add(row, time_s, self._log_ratio(row, time_s))
+            band.replace((row, time_s, self._log_ratio(row, time_s)) for row, time_s in recent)
+            band.centre(self.NUM_CENTRAL)
             band.drift.restart()
+
+    def median_ratio(self, kind: StepKind) -> float:
+        """What the last `NUM_CENTRAL` steps of this kind took beside the prediction; 1 before.
+
+        A model that is off by a factor for this kind is put right by it. Fewer steps than the
+        bound needs: what slows a machine for a second slows all steps in it.
+        """
+        return self._bands[kind].median_ratio
 
     def evidence(self, kind: StepKind, now_s: float) -> Evidence:
         """Whether bounds of this kind rest on enough steps, and on recent ones."""
@@ -181,6 +191,7 @@ class _Band:
         self.ordered: list[float] = []
         self.drift = DriftDetector()
         self.last_s: float | None = None
+        self.median_ratio = 1.0
         self._trackers = {one: _Tracker(one, coverage_window) for one in quantiles}
 
     def tracker(self, quantile: float) -> _Tracker:
@@ -196,6 +207,15 @@ class _Band:
     def add(self, row: BatchRow, time_s: float, log_ratio: float) -> None:
         self.recent.append((row, time_s, log_ratio))
         insort(self.ordered, log_ratio)
+
+    def replace(self, steps: Iterable[tuple[BatchRow, float, float]]) -> None:
+        self.recent = deque(steps)
+        self.ordered = sorted(log_ratio for _, _, log_ratio in self.recent)
+
+    def centre(self, num_central: int) -> None:
+        if len(self.recent) >= num_central:
+            latest = sorted(one for _, _, one in islice(reversed(self.recent), num_central))
+            self.median_ratio = math.exp(latest[num_central // 2])
 
     def shrink(self, num_left: int) -> None:
         while len(self.recent) > num_left:

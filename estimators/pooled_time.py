@@ -10,6 +10,7 @@ import numpy as np
 from echo_sgl.batch_shape import FloatArray, Step
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.samples import (
+    MIN_SAMPLES,
     columns_of,
     fit_nonnegative,
     kinds_of,
@@ -30,11 +31,12 @@ class PooledBatchTime(BatchTimeModel):
     Mixed: T = max(T_p, T_d) + r * min(T_p, T_d), 0 <= r <= 1.
 
     T_p and T_d are fitted to steps that only prefill and only decode, r to mixed steps; r
-    is 1 (the whole sum) where none was measured.
+    is 1 (the whole sum) where none was measured. A server with mixed chunks hardly ever only
+    prefills: where a pure kind is too rare, all steps are fitted at once, as such a sum.
 
     Source: Echo eq. 6-8; the cached prefix and the batch-size terms are ours.
     Units:  tokens in, seconds out.
-    Errors: `fit` needs steps of both pure kinds and names the column that lacks them.
+    Errors: `fit` needs mixed steps or both pure kinds; it names the column that lacks them.
     """
 
     NAME = "pooled"
@@ -69,12 +71,26 @@ class PooledBatchTime(BatchTimeModel):
         decode_s: float = weighted_sum(values[NUM_PREFILL:-1], self._decode(step, num_decodes))
         return max(prefill_s, decode_s) + values[-1] * min(prefill_s, decode_s)
 
+    def _predict_columns(self, batch: Any, num_decodes: Any) -> FloatArray:
+        values = self._values
+        prefill_s = weighted_sum(values[:NUM_PREFILL], self._prefill(batch))
+        decode_s = weighted_sum(values[NUM_PREFILL:-1], self._decode(batch, num_decodes))
+        total_s: FloatArray = np.maximum(prefill_s, decode_s)
+        total_s += values[-1] * np.minimum(prefill_s, decode_s)
+        return total_s
+
     def _fit(self, batch: Any, num_decodes: Any, times_s: FloatArray) -> Sequence[float]:
         rows = np.column_stack(batch)
         is_prefill, is_decode, is_mixed = kinds_of(rows).values()
-        require_variety(rows[is_prefill], ("prefill_tokens",), "steps that only prefill")
-        decode_columns = ("num_decodes", "decode_tokens")
-        require_variety(rows[is_decode], decode_columns, "steps that only decode")
+        try:
+            require_variety(rows[is_prefill], ("prefill_tokens",), "steps that only prefill")
+            decode_columns = ("num_decodes", "decode_tokens")
+            require_variety(rows[is_decode], decode_columns, "steps that only decode")
+        except ValueError:
+            if is_mixed.sum() < MIN_SAMPLES:
+                raise
+            features = *self._prefill(batch), *self._decode(batch, num_decodes)
+            return *fit_nonnegative(features, times_s), 1.0
         prefill = fit_nonnegative(self._prefill(columns_of(rows[is_prefill])), times_s[is_prefill])
         decodes = self._decode(columns_of(rows[is_decode]), num_decodes[is_decode])
         decode = fit_nonnegative(decodes, times_s[is_decode])

@@ -12,11 +12,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
-from echo_sgl.batch_shape import StepKind
+from echo_sgl.batch_shape import BatchRow, StepKind
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import StepError
+from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
 
 T = TypeVar("T")
@@ -27,7 +28,9 @@ class Profile:
     """A fitted model and where it comes from.
 
     `device` and `model` are the accelerator's and the language model's names, `date` is ISO
-    8601; `errors` were measured on steps that the fit did not see.
+    8601; `errors` were measured on steps that the fit did not see. `largest_step`: the highest
+    value of each column of `BatchRow` among the measured steps. `host`: what the server takes
+    beside its device. Both are None in older files.
     """
 
     device: str
@@ -37,6 +40,8 @@ class Profile:
     num_samples: int
     errors: Mapping[StepKind, StepError]
     estimator: BatchTimeModel
+    largest_step: dict[str, int] | None = None
+    host: HostTime | None = None
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -56,8 +61,31 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     }
     if isinstance(estimator, RooflineBatchTime):
         document["estimator"]["transformer"] = dataclasses.asdict(estimator.transformer)
+    if profile.host is not None:
+        document["host"] = dataclasses.asdict(profile.host)
+    document = {name: value for name, value in document.items() if value is not None}
     text = json.dumps(document, indent=2, allow_nan=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    # A server that starts meanwhile reads the old file or the new one, never half of one.
+    file = Path(path)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.new")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(file)
+
+
+def replaced_profile(path: str | os.PathLike[str]) -> Profile | None:
+    """The profile that writing to this path would replace; None when there is no file.
+
+    Errors: `ConfigError` when there is a file that is no profile, or no folder to write to.
+    """
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise ConfigError(f"profile {file} is in a folder that does not exist; make it first")
+    if not file.exists():
+        return None
+    try:
+        return load_profile(file, device="", model="", force=True)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. It is left as it is; choose another file") from error
 
 
 def load_profile(
@@ -139,9 +167,26 @@ def _parse(table: _Table) -> Profile:
         num_samples=table.take("num_samples", int),
         errors=_errors(table.table("errors")),
         estimator=_estimator(table.table("estimator")),
+        largest_step=_largest_step(table) if "largest_step" in table else None,
+        host=_host(table.table("host")) if "host" in table else None,
     )
     table.close()
     return profile
+
+
+def _largest_step(table: _Table) -> dict[str, int]:
+    largest = table.table("largest_step").all(int)
+    if unknown := set(largest) - set(BatchRow._fields):
+        raise ValueError(f"largest_step.{min(unknown)} is not known; a step has {BatchRow._fields}")
+    return largest
+
+
+def _host(table: _Table) -> HostTime:
+    host = HostTime(
+        **{item.name: table.take(item.name, float) for item in dataclasses.fields(HostTime)}
+    )
+    table.close()
+    return host
 
 
 def _errors(table: _Table) -> dict[StepKind, StepError]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
 
 import numpy as np
 
-from echo_sgl.batch_shape import BatchRow, BatchShape, FloatArray, Step, StepKind, rows_of
+from echo_sgl.batch_shape import BatchRow, BatchShape, FloatArray, Step, StepKind
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples
 from echo_sgl.estimators.samples import kinds_of
@@ -29,34 +28,40 @@ class RefitBuffer:
 
     def __init__(self, *, capacity_per_kind: int = 2000, rng: random.Random) -> None:
         self._capacity, self._rng = capacity_per_kind, rng
-        self._steps: dict[StepKind, list[tuple[BatchRow, float]]] = {kind: [] for kind in StepKind}
+        shape = (capacity_per_kind, len(BatchRow._fields) + 1)
+        # Columns of `BatchRow`, then the time.
+        self._tables = {kind: np.zeros(shape) for kind in StepKind}
+        self._counts = dict.fromkeys(StepKind, 0)
 
     def __len__(self) -> int:
-        return sum(map(len, self._steps.values()))
+        return sum(self._counts.values())
 
     def add(self, step: Step, time_s: float) -> None:
         """Keep a step that took `time_s`; O(1)."""
         row = step.row() if isinstance(step, BatchShape) else step
-        steps = self._steps[row.kind]
-        if len(steps) < self._capacity:
-            steps.append((row, time_s))
+        kind = row.kind
+        place = self._counts[kind]
+        if place < self._capacity:
+            self._counts[kind] = place + 1
         else:
-            steps[self._rng.randrange(self._capacity)] = (row, time_s)
+            place = self._rng.randrange(self._capacity)
+        self._tables[kind][place] = (*row, time_s)
 
     def samples(self) -> Samples:
         """What is here, for `fit`. Shapes: (steps, columns of `BatchRow`) and (steps,)."""
-        steps: Sequence[tuple[BatchRow, float]] = [
-            step for kind in StepKind for step in self._steps[kind]
-        ]
-        return rows_of(row for row, _ in steps), np.array([time_s for _, time_s in steps])
+        table = np.concatenate([self._tables[kind][: self._counts[kind]] for kind in StepKind])
+        return table[:, :-1], table[:, -1]
 
 
 def refitted(model: BatchTimeModel, buffer: RefitBuffer) -> BatchTimeModel:
     """A copy of the model, fitted to the buffer's steps; the model itself stays as it is.
 
+    A model without coefficients is fitted to all steps first, to see which are outliers.
     Errors: `ValueError` names the column that is too rare or constant; keep the old model.
     """
     rows, times_s = buffer.samples()
+    if model.coefficients_ is None:
+        model = copy.copy(model).fit(rows, times_s)
     return copy.copy(model).fit(rows, clip_outliers(model, rows, times_s))
 
 

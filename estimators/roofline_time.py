@@ -13,8 +13,10 @@ from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.samples import fit_nonnegative
 
 GEMM_FLOP, PREFILL_FLOP, DECODE_FLOP, GEMM_BYTE, ATTENTION_BYTE, STEP = range(6)
-MAX_FIT_ROWS = 4_000
+MAX_FIT_ROWS = 1_000
 MAX_FIT_ROUNDS = 20
+# A server refits between two steps; the next refit goes on where this one stopped.
+MAX_REFIT_ROUNDS = 4
 # FLOP per byte: a CPU core has few, an accelerator hundreds.
 START_BALANCES = (1.0, 8.0, 64.0, 512.0)
 
@@ -64,7 +66,8 @@ class RooflineBatchTime(BatchTimeModel):
     The coefficients are seconds per FLOP and per byte (OOCO's 1/F_g, 1/F_ap, 1/F_ad, 1/M_g,
     1/M_a) and the overhead of a step in seconds; 0 for a rate that no sample was limited by.
     FLOPs of prefill attention are the causal half, S_q * (S_kv - S_q / 2). A fit alternates:
-    say which limit binds each operator in each sample, solve, until nothing changes.
+    say which limit binds each operator in each sample, solve, until nothing changes. It
+    starts from machines of several balances, a refit from what the model says already.
 
     Source: OOCO 3.3, tables 2-4, without communication; one overhead instead of O_p and O_d,
             which would let a mixed step cost less than its parts.
@@ -121,13 +124,24 @@ class RooflineBatchTime(BatchTimeModel):
             total_s += compute_s if compute_s > memory_s else memory_s
         return total_s
 
+    def _predict_columns(self, batch: Any, num_decodes: Any) -> FloatArray:
+        values = self._values
+        total_s = np.full(len(num_decodes), values[STEP])
+        for flops, num_bytes, flop, byte in self._operators(batch, num_decodes):
+            total_s += np.maximum(values[flop] * flops, values[byte] * num_bytes)
+        return total_s
+
     def _fit(self, batch: Any, num_decodes: Any, times_s: FloatArray) -> Sequence[float]:
         # The limits are the same in every part of the samples; the search takes an even part.
         part = slice(None, None, -(-len(times_s) // MAX_FIT_ROWS))
         columns = type(batch)._make(column[part] for column in batch)
         work = self._operators(columns, num_decodes[part])
-        found = [_descend(work, times_s[part], balance) for balance in START_BALANCES]
-        return min(found)[1]
+        if self._values:
+            start = _limits(work, self._values)
+            return _descend(work, times_s[part], start, MAX_REFIT_ROUNDS)[1]
+        return min(_descend(work, times_s[part], start, MAX_FIT_ROUNDS) for start in _starts(work))[
+            1
+        ]
 
 
 def _gemm(d_in: int, d_out: int, dtype_bytes: int, count: int) -> tuple[int, int, int]:
@@ -136,14 +150,28 @@ def _gemm(d_in: int, d_out: int, dtype_bytes: int, count: int) -> tuple[int, int
     return count * flops, count * row_bytes, count * dtype_bytes * d_in * d_out
 
 
-def _descend(work: Any, times_s: FloatArray, balance: float) -> tuple[float, list[float]]:
-    """The least mean squared relative error met on the way from `balance` FLOP per byte.
+def _limits(work: Any, values: Sequence[float]) -> list[Any]:
+    """Of each operator, in which samples its FLOPs bind it. Shapes: (steps,) each."""
+    return [values[f] * flops > values[b] * num_bytes for flops, num_bytes, f, b in work]
 
-    Shapes: FLOPs and bytes in `work`, and `times_s`, are (steps,).
+
+def _starts(work: Any) -> list[list[Any]]:
+    """The limits of machines that do more or less FLOPs per byte."""
+    return [
+        [flops > balance * num_bytes for flops, num_bytes, _, _ in work]
+        for balance in START_BALANCES
+    ]
+
+
+def _descend(
+    work: Any, times_s: FloatArray, is_compute: list[Any], max_rounds: int
+) -> tuple[float, list[float]]:
+    """The least mean squared relative error met on the way from these limits.
+
+    Shapes: FLOPs and bytes in `work`, `is_compute` and `times_s` are (steps,).
     """
     best = (np.inf, [0.0] * (STEP + 1))
-    is_compute = [flops > balance * num_bytes for flops, num_bytes, _, _ in work]
-    for _ in range(MAX_FIT_ROUNDS):
+    for _ in range(max_rounds):
         features = [np.zeros_like(times_s) for _ in range(STEP)] + [np.ones_like(times_s)]
         for (flops, num_bytes, flop, byte), mask in zip(work, is_compute, strict=True):
             features[flop] += np.where(mask, flops, 0.0)
@@ -153,7 +181,7 @@ def _descend(work: Any, times_s: FloatArray, balance: float) -> tuple[float, lis
         predicted_s = values[STEP] + sum(np.maximum(*pair) for pair in limits)
         error = float(np.mean((predicted_s / times_s - 1.0) ** 2))
         best = min(best, (error, values))
-        before, is_compute = is_compute, [compute > memory for compute, memory in limits]
+        before, is_compute = is_compute, _limits(work, values)
         if all(np.array_equal(*pair) for pair in zip(before, is_compute, strict=True)):
             break
     return best

@@ -82,7 +82,10 @@ def test_a_stored_row_predicts_as_its_shape_did(model, many):
     shapes = [shape_of(batch) for batch in many]
     predicted_s = [model.predict_s(shape) for shape in shapes]
     assert [model.predict_s(shape.row()) for shape in shapes] == predicted_s
-    assert model.predict_rows_s(rows_of(shapes)).tolist() == pytest.approx(predicted_s, rel=1e-12)
+    rows = [BatchRow(*map(float, shape.row())) for shape in shapes]
+    in_floats_s = [model.predict_s(row) for row in rows]
+    assert in_floats_s == pytest.approx(predicted_s, rel=1e-12)
+    assert model.predict_rows_s(rows_of(shapes)).tolist() == in_floats_s
 
 
 # CUDA graphs

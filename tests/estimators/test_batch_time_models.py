@@ -10,6 +10,7 @@ from hypothesis import given
 
 from echo_sgl.batch_shape import StepKind
 from echo_sgl.estimators.batch_time import create_batch_time
+from echo_sgl.estimators.held_out import held_out_errors
 from echo_sgl.estimators.roofline_time import Transformer
 from tests.estimators.steps import (
     SMALL_LLAMA,
@@ -82,15 +83,32 @@ def test_pooled_takes_the_whole_sum_where_no_mixed_step_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "message"),
+    ("rare", "common", "message"),
     [
-        ((StepKind.MIXED, StepKind.DECODE), "prefill_tokens .* steps that only prefill"),
-        ((StepKind.MIXED, StepKind.PREFILL), "num_decodes .* steps that only decode"),
+        (StepKind.PREFILL, StepKind.DECODE, "prefill_tokens .* steps that only prefill"),
+        (StepKind.DECODE, StepKind.PREFILL, "num_decodes .* steps that only decode"),
     ],
 )
-def test_pooled_names_the_pure_steps_that_it_lacks(kinds, message):
+def test_pooled_names_the_pure_steps_that_it_lacks(rare, common, message):
+    rows = np.concatenate(
+        [
+            random_rows(18, seed=4, kinds=(rare, StepKind.MIXED)),
+            random_rows(99, seed=5, kinds=(common,)),
+        ]
+    )
     with pytest.raises(ValueError, match=message):
-        unfitted("pooled").fit(random_rows(100, seed=4, kinds=kinds), np.ones(100))
+        unfitted("pooled").fit(rows, np.ones(len(rows)))
+
+
+@pytest.mark.parametrize("pure", [StepKind.PREFILL, StepKind.DECODE])
+def test_pooled_learns_a_kind_that_hardly_occurs_alone_from_mixed_steps(pure):
+    truth, kinds = true_model("pooled"), (StepKind.MIXED, pure)
+    rows = random_rows(600, seed=6, kinds=kinds)
+    model = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=7))
+    unseen = random_rows(300, seed=8, kinds=kinds)
+    errors = held_out_errors(model, (unseen, truth.predict_rows_s(unseen)))
+    assert max(one.mape for one in errors.values()) < 0.08
+    assert model.coefficients_["mixing"] == 1.0
 
 
 def test_pooled_refuses_a_mixing_above_one():

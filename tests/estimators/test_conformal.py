@@ -297,3 +297,30 @@ def test_every_kind_of_step_can_be_learned_from():
         shape = shape_of([(int(row[1]), 0)] * bool(row[0]) + [(0, int(row[5]))] * bool(row[4]))
         one.observe(shape, 0.01, 1.0)
     assert all(one.evidence(kind, 1.0) is Evidence.FRESH for kind in StepKind)
+
+
+# The centre
+
+
+def test_the_median_ratio_waits_for_thirty_steps_and_follows_a_change_within_thirty():
+    one = band()
+    play(one, [0.4] * 29)
+    assert one.median_ratio(StepKind.DECODE) == 1.0
+    play(one, [0.4])
+    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.4))
+    play(one, [0.4] * 300 + [-0.2] * 16)
+    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(-0.2))
+    assert one.median_ratio(StepKind.MIXED) == 1.0
+
+
+def test_the_median_ratio_ignores_outliers():
+    one = band()
+    play(one, [0.1] * 20 + [5.0, -5.0] * 5)
+    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.1))
+
+
+def test_another_model_is_put_right_by_the_same_steps():
+    one = band()
+    play(one, [0.4] * 40)
+    one.replace_model(Constant(0.02))
+    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.4) / 2)

@@ -14,6 +14,7 @@ from echo_sgl.batch_shape import StepKind
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import StepError
+from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
 from tests.estimators.steps import CAPTURED, NAMES, any_models, random_rows, true_model, unfitted
 
@@ -163,3 +164,29 @@ def test_a_file_that_holds_no_table_is_refused(tmp_path, text):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.json cannot be read: No such file"):
         load(tmp_path / "nowhere.json")
+
+
+def test_what_the_host_takes_is_kept_and_older_files_have_none(saved: Path) -> None:
+    assert load(saved).host is None
+    host = HostTime(step_s=1 / 3000, request_s=1e-5, intake_s=0.004)
+    save_profile(replace(profile_of(true_model("pooled", CAPTURED)), host=host), saved)
+    assert load(saved).host == host
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("host.step_s", -1.0, "host.step_s is -1.0; it must be at least 0"),
+        ("host.request_s", ..., "host.request_s is None"),
+        ("host.more_s", 1.0, "host.more_s is not known"),
+        ("host", 3, "host is 3; it must be a dict"),
+    ],
+)
+def test_a_bad_host_time_is_refused_by_its_name(
+    saved: Path, field: str, value: object, problem: str
+) -> None:
+    host = HostTime(step_s=0.001, request_s=1e-5, intake_s=0.004)
+    save_profile(replace(profile_of(true_model("pooled", CAPTURED)), host=host), saved)
+    change(saved, field, value)
+    with pytest.raises(ConfigError, match=problem):
+        load(saved)

@@ -1,0 +1,166 @@
+"""What the next step will take, on the server that runs: the one object a scheduler asks.
+
+observe -> RefitBuffer ---every refit_steps---> a new fit of the model
+        -> ConformalBand: recent measured / predicted, per kind of step
+
+predict_s = model * median ratio                         * (1 + error)
+upper_s   = model * ratio that `quantile` stays below    * (1 + error) [* STALE_FACTOR]
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from echo_sgl.batch_shape import BatchShape, Step, StepKind
+from echo_sgl.estimators.batch_time import StepPredictor
+from echo_sgl.estimators.batch_time_model import BatchTimeModel
+from echo_sgl.estimators.conformal import ConformalBand, Evidence
+from echo_sgl.estimators.refit import RefitBuffer, refitted
+
+
+class LiveBatchTime:
+    """A batch-time model that its own server's steps keep true.
+
+    `model` comes from a profile, or has no coefficients yet and is fitted to the first steps:
+    tried every `FIRST_FIT_STEPS`, until the steps seen can tell what each term costs. A fit
+    that is refused keeps the old model, is counted, and leaves its reason. `refit_steps` 0: a
+    model that is there is never fitted again. `error` makes every prediction wrong by that
+    share, for experiments; coverage is that of the bound without it.
+
+    As long as nothing is known, predictions are infinite: a step of unknown cost fits no
+    limit, and the caller needs a rule of its own for that time.
+
+    Deterministic: the same calls in the same order give the same bits. A refit takes a few
+    milliseconds, all else microseconds. Memory: `CAPACITY_PER_KIND` steps per kind.
+
+    Units: tokens in, seconds out; `now_s` of any clock that does not go back.
+    """
+
+    FIRST_FIT_STEPS = 25
+    CAPACITY_PER_KIND = 1500
+    # A machine that became slower by up to a quarter while nobody looked keeps its bounds.
+    STALE_FACTOR = 1.25
+
+    def __init__(
+        self,
+        model: BatchTimeModel,
+        *,
+        quantile: float = 0.95,
+        refit_steps: int = 500,
+        stale_s: float = 60.0,
+        error: float = 0.0,
+        rng_seed: int = 0,
+    ) -> None:
+        if not (math.isfinite(error) and error > -1):
+            raise ValueError(f"error is {error}; it must be above -1, or no step takes time")
+        self.quantile, self._refit_steps, self._factor = quantile, refit_steps, 1.0 + error
+        self._buffer = RefitBuffer(
+            capacity_per_kind=self.CAPACITY_PER_KIND, rng=random.Random(rng_seed)
+        )
+        self._model = model
+        self._band = ConformalBand(model, quantiles=(quantile,), stale_s=stale_s)
+        self._steps_since_fit = 0
+        self._margins = dict.fromkeys(StepKind, self._factor)
+        self.num_refits = 0
+        self.num_refusals = 0
+        self.last_refusal: str | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a model; predictions are infinite without."""
+        return self._model.coefficients_ is not None
+
+    @property
+    def model(self) -> BatchTimeModel:
+        """The model as it was fitted last."""
+        return self._model
+
+    @property
+    def upper(self) -> StepPredictor:
+        """`upper_s` as a predictor, for `longest_prefill`."""
+        return _Upper(self)
+
+    @property
+    def num_drifts(self) -> int:
+        """Lasting shifts of the error that were noticed, over all kinds of steps."""
+        return sum(map(self._band.num_drifts, StepKind))
+
+    def predict_s(self, step: Step) -> float:
+        """Seconds that a step takes, as likely too much as too little; 0 without requests."""
+        if not self.is_ready:
+            return math.inf
+        if not (step.num_prefills or step.num_decodes):
+            return 0.0
+        return self._model.predict_s(step) * self._band.median_ratio(step.kind) * self._factor
+
+    def upper_s(self, step: Step) -> float:
+        """Seconds that a share `quantile` of such steps stays below; 0 without requests.
+
+        Kinds of steps without evidence get the band's cold ratio, those whose evidence was
+        stale at the last `advance` or `observe` `STALE_FACTOR` on top.
+        """
+        if not self.is_ready:
+            return math.inf
+        if not (step.num_prefills or step.num_decodes):
+            return 0.0
+        return self._band.predict_upper(step, self.quantile) * self._margins[step.kind]
+
+    def observe(self, step: Step, time_s: float, now_s: float) -> None:
+        """Learn from a step that took `time_s` and ended at `now_s`.
+
+        Errors: `ValueError` when the time is not a positive number; nothing is learned.
+        """
+        if not (math.isfinite(time_s) and time_s > 0):
+            raise ValueError(f"time_s is {time_s}; a step takes a finite time above 0")
+        row = step.row() if isinstance(step, BatchShape) else step
+        self._buffer.add(row, time_s)
+        self._steps_since_fit += 1
+        if self.is_ready:
+            self._band.observe(row, time_s, now_s)
+            self._margins[row.kind] = self._factor
+        if self._is_fit_due():
+            self._fit()
+
+    def advance(self, now_s: float) -> None:
+        """Notice which kinds of steps were not observed lately; once before each step."""
+        for kind in StepKind:
+            is_stale = self._band.evidence(kind, now_s) is Evidence.STALE
+            self._margins[kind] = self._factor * (self.STALE_FACTOR if is_stale else 1.0)
+
+    def evidence(self, kind: StepKind, now_s: float) -> Evidence:
+        """What bounds of this kind rest on; missing as long as there is no model."""
+        return self._band.evidence(kind, now_s)
+
+    def coverage(self, kind: StepKind) -> float | None:
+        """Share of the recent steps at or below their upper bound; None without any."""
+        return self._band.coverage(kind, self.quantile)
+
+    def num_drifts_of(self, kind: StepKind) -> int:
+        """Lasting shifts of the error that were noticed for one kind of step."""
+        return self._band.num_drifts(kind)
+
+    def _is_fit_due(self) -> bool:
+        if not self.is_ready:
+            return self._steps_since_fit % self.FIRST_FIT_STEPS == 0
+        return 0 < self._refit_steps <= self._steps_since_fit
+
+    def _fit(self) -> None:
+        self._steps_since_fit = 0
+        try:
+            self._model = refitted(self._model, self._buffer)
+        except ValueError as error:
+            self.last_refusal = str(error)
+            self.num_refusals += 1
+            return
+        self.num_refits += 1
+        self._band.replace_model(self._model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Upper:
+    live: LiveBatchTime
+
+    def predict_s(self, step: Step) -> float:
+        return self.live.upper_s(step)

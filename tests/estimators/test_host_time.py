@@ -1,0 +1,34 @@
+"""What a server takes beside its device: fitted from gaps and lone requests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.estimators.host_time import fit_host_time
+
+
+@given(st.floats(0, 0.01), st.floats(0, 0.001), st.floats(0, 0.1))
+def test_what_gaps_were_made_of_is_found(step_s: float, request_s: float, intake_s: float) -> None:
+    gaps = [(count, step_s + count * request_s) for count in (1, 2, 8, 16)]
+    alone_s = intake_s + step_s + request_s
+    host = fit_host_time(gaps, [(alone_s + 0.005, 0.005)] * 3)
+    assert host.between_s(16) == pytest.approx(step_s + 16 * request_s, abs=1e-9)
+    assert host.intake_s == pytest.approx(intake_s, abs=1e-9)
+
+
+def test_a_device_that_is_given_work_ahead_waits_for_nobody() -> None:
+    host = fit_host_time([(1, -0.002), (4, -0.002)], [(0.01, 0.004)])
+    assert host.between_s(100) == 0
+    assert host.intake_s == pytest.approx(0.006)
+
+
+def test_gaps_that_shrink_with_requests_are_taken_at_their_mean() -> None:
+    host = fit_host_time([(1, 0.004), (9, 0.002)], [(0.01, 0.004)])
+    assert (host.step_s, host.request_s) == (pytest.approx(0.003), 0.0)
+
+
+def test_nothing_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 steps and 1 lone"):
+        fit_host_time([], [(1.0, 0.5)])
