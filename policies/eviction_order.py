@@ -173,7 +173,9 @@ class NextUseOrder(EvictionOrder):
             self._on_walk.remove(entry)
 
     def victims(self) -> Iterator[int]:
-        return chain(self._idle.victims(), self._farthest_first(), self._soon.victims())
+        yield from self._idle.victims()
+        yield from self._farthest_first()
+        yield from self._soon.victims()
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._entries) + len(self._soon)

@@ -35,7 +35,8 @@ class OfflineOrder(ABC):
 
     Requests that had started and came back (retracted, parked) are resumed before any
     other, oldest first: HyGen reclaims preempted requests with their execution state.
-    Cost: `add`, `remove` and the first pick are O(log n) in the number of requests.
+    Cost: `add`, `remove` and the first pick take one way down a `PrefixIndex` and O(log n)
+    in the number of requests.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class OfflineOrder(ABC):
         return min(heads)[1] if heads else None
 
     def need(self, namespace: str, path: MutableSequence[int]) -> PrefixNeed:
-        """Who waits for the prefix `path` (at least one token); O(log n)."""
+        """Who waits for the prefix `path` (at least one token); ways down `PrefixIndex`es."""
         num_resumed = self._resumed_by_prefix.count_through(namespace, path)
         walk_key, num_unstarted = self._by_prefix.last_and_count(namespace, path)
         return PrefixNeed(num_unstarted + num_resumed, walk_key, num_resumed > 0)
@@ -116,10 +117,10 @@ class PsmOrder(OfflineOrder):
     """Prefix-sharing maximisation with freshness.
 
     Sorting prompts token by token visits them exactly as a depth-first walk over their
-    prefix tree does (children in token order), so a sorted list is that tree's walk with
-    O(log n) insertion and deletion and no nodes to keep. The walk goes on from the last
-    pick and wraps around: newcomers to its left wait for the next round, as an elevator's
-    passengers do, and do not pull it away from the prefix that is in the cache.
+    prefix tree does (children in token order), which is how `PrefixIndex` keeps them.
+    The walk goes on from the last pick and wraps around: newcomers to its left wait for the
+    next round, as an elevator's passengers do, and do not pull it away from the prefix that
+    is in the cache.
 
     With probability `1 - utility_ratio` a pick is the stalest request instead; such a pick
     leaves the walk where it is. The n-th draw depends only on `seed` and n.

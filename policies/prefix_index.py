@@ -1,77 +1,223 @@
 """Prompts in token order: how many run through a prefix, and which of them comes last.
 
-Sorting token arrays puts all prompts that share a prefix side by side, so the set behind a
-node of the prefix tree is one range of a sorted list, found by two binary searches.
+A radix tree whose children are sorted: a walk over it depth first visits the prompts as
+sorting their tokens would, and the prompts that share a prefix are one subtree. Finding one
+compares each of its tokens once, where a sorted list compares the shared ones again with
+every neighbour: that was most of what a change of the pending requests cost.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterator, MutableSequence, Sequence
+from itertools import takewhile
 
-from sortedcontainers import SortedList
+from sortedcontainers import SortedDict
 
 from echo_sgl.types import PendingRequest
 
 PrefixKey = tuple[str, Sequence[int], int]
 """Namespace, prompt, sequence number: unique, and sorted as a depth-first walk visits it."""
 
-_BEFORE_ALL = -1
-
 
 def prefix_key(request: PendingRequest) -> PrefixKey:
     return request.namespace, request.prompt, request.sequence
 
 
-class PrefixIndex:
-    """Requests sorted by prompt. Every operation costs O(log n) comparisons of prompts.
+def _sequence(key: PrefixKey) -> int:
+    return key[2]
 
-    Prompts and paths must be of one type, which must compare as lists do (list, array).
+
+class _Node:
+    """Prompts that agree up to token `end`; beyond it they end or differ at once.
+
+    The node's own tokens, from `start`, are a range of any prompt that came through: no copy.
+    """
+
+    __slots__ = ("children", "end", "ends", "first_tokens", "num_prompts", "prompt", "start")
+
+    def __init__(self, prompt: Sequence[int], start: int, end: int) -> None:
+        self.prompt, self.start, self.end = prompt, start, end
+        self.num_prompts = 0
+        self.ends: list[PrefixKey] = []
+        self.children: dict[int, _Node] = {}
+        self.first_tokens: list[int] = []
+
+    def agrees(self, prompt: Sequence[int]) -> bool:
+        """Whether the node's tokens, as far as the prompt goes, are the prompt's."""
+        end = min(self.end, len(prompt))
+        return self.prompt[self.start : end] == prompt[self.start : end]
+
+    def attach(self, child: _Node) -> None:
+        first_token = child.prompt[child.start]
+        if first_token not in self.children:
+            insort(self.first_tokens, first_token)
+        self.children[first_token] = child
+
+    def detach(self, child: _Node) -> None:
+        first_token = child.prompt[child.start]
+        del self.children[first_token]
+        del self.first_tokens[bisect_right(self.first_tokens, first_token) - 1]
+
+    def children_from(self, index: int) -> Iterator[_Node]:
+        for position in range(index, len(self.first_tokens)):
+            yield self.children[self.first_tokens[position]]
+
+    def children_after(self, token: int) -> Iterator[_Node]:
+        return self.children_from(bisect_right(self.first_tokens, token))
+
+    def split(self, end: int) -> _Node:
+        """A node for the tokens before `end`, above this one, which keeps the rest."""
+        upper = _Node(self.prompt, self.start, end)
+        upper.num_prompts = self.num_prompts
+        self.start = end
+        upper.attach(self)
+        return upper
+
+    def last(self) -> PrefixKey:
+        node = self
+        while node.first_tokens:
+            node = node.children[node.first_tokens[-1]]
+        return node.ends[-1]
+
+
+class PrefixIndex:
+    """Requests sorted by prompt.
+
+    An operation compares each token of its prompt once and takes one step for each point on
+    the way where prompts part. Prompts and paths must be of one type, whose slices compare
+    as lists do (list, array), and must not change once a request was added.
     """
 
     def __init__(self) -> None:
-        self._keys: SortedList[PrefixKey] = SortedList()
+        self._roots: SortedDict[str, _Node] = SortedDict()
+        self._num_prompts = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._num_prompts
 
     def __iter__(self) -> Iterator[PrefixKey]:
-        return iter(self._keys)
+        return _walk([self._roots_from("")])
 
     def add(self, request: PendingRequest) -> None:
-        self._keys.add(prefix_key(request))
+        key, prompt = prefix_key(request), request.prompt
+        node = self._roots.get(request.namespace)
+        if node is None:
+            node = self._roots[request.namespace] = _Node(prompt, 0, 0)
+        node.num_prompts += 1
+        self._num_prompts += 1
+        while node.end < len(prompt):
+            child = node.children.get(prompt[node.end])
+            if child is None:
+                child = _Node(prompt, node.end, len(prompt))
+                node.attach(child)
+            elif (end := _common_end(child, prompt)) < child.end:
+                child = child.split(end)
+                node.attach(child)
+            node = child
+            node.num_prompts += 1
+        insort(node.ends, key, key=_sequence)
 
     def remove(self, request: PendingRequest) -> None:
         """Errors: `ValueError` if the request is not here."""
-        self._keys.remove(prefix_key(request))
+        path = self._path(request)
+        ends = path[-1].ends
+        ends.pop(bisect_right(ends, request.sequence, key=_sequence) - 1)
+        self._num_prompts -= 1
+        for node in path:
+            node.num_prompts -= 1
+        if not path[0].num_prompts:
+            del self._roots[request.namespace]
+            return
+        if not path[-1].num_prompts:
+            path[-2].detach(path.pop())
+        if len(path) > 1 and not path[-1].ends and len(path[-1].first_tokens) == 1:
+            (only,) = path[-1].children.values()
+            only.start = path[-1].start
+            path[-2].attach(only)
 
     def after(self, key: PrefixKey) -> Iterator[PrefixKey]:
         """The keys behind `key`, in order; `key` itself need not be here."""
-        keys: Iterator[PrefixKey] = self._keys.irange(key, inclusive=(False, True))
-        return keys
+        namespace, prompt, sequence = key
+        stack = [self._roots_from(namespace, inclusive=False)]
+        node = self._roots.get(namespace)
+        while node is not None and node.end < len(prompt) and node.agrees(prompt):
+            token = prompt[node.end]
+            stack.append(node.children_after(token))
+            node = node.children.get(token)
+        if node is not None:
+            if node.end == len(prompt) and node.agrees(prompt):
+                stack.append(node.children_from(0))
+                yield from node.ends[bisect_right(node.ends, sequence, key=_sequence) :]
+            elif node.prompt[node.start : node.end] > prompt[node.start :]:
+                stack.append(iter((node,)))
+        yield from _walk(stack)
 
     def up_to(self, key: PrefixKey) -> Iterator[PrefixKey]:
         """The keys from the first one to `key`, in order."""
-        keys: Iterator[PrefixKey] = self._keys.irange(None, key)
-        return keys
+        return takewhile(lambda other: other <= key, self)
 
     def count_through(self, namespace: str, path: MutableSequence[int]) -> int:
         """How many prompts start with `path` (at least one token)."""
-        start, end = self._range(namespace, path)
-        return end - start
+        node = self._subtree(namespace, path)
+        return node.num_prompts if node is not None else 0
 
     def last_and_count(
         self, namespace: str, path: MutableSequence[int]
     ) -> tuple[PrefixKey | None, int]:
         """The last key whose prompt starts with `path`, and how many there are."""
-        start, end = self._range(namespace, path)
-        return (self._keys[end - 1] if end > start else None), end - start
+        node = self._subtree(namespace, path)
+        return (node.last(), node.num_prompts) if node is not None else (None, 0)
 
-    def _range(self, namespace: str, path: MutableSequence[int]) -> tuple[int, int]:
-        if not self._keys:
-            return 0, 0
-        behind = path[:]
-        behind[-1] += 1
-        start = self._keys.bisect_left((namespace, path, _BEFORE_ALL))
-        if start == len(self._keys) or self._keys[start] >= (namespace, behind, _BEFORE_ALL):
-            return start, start
-        return start, self._keys.bisect_left((namespace, behind, _BEFORE_ALL))
+    def _subtree(self, namespace: str, path: Sequence[int]) -> _Node | None:
+        """The highest node that all prompts starting with `path` run through, and no other."""
+        node: _Node | None = self._roots.get(namespace)
+        while node is not None and node.end < len(path):
+            node = node.children.get(path[node.end])
+            if node is not None and not node.agrees(path):
+                return None
+        return node
+
+    def _path(self, request: PendingRequest) -> list[_Node]:
+        """The nodes from the root to the one where the request's prompt ends."""
+        prompt, path = request.prompt, []
+        node = self._roots.get(request.namespace)
+        while node is not None and node.end <= len(prompt) and node.agrees(prompt):
+            path.append(node)
+            if node.end == len(prompt):
+                break
+            node = node.children.get(prompt[node.end])
+        ends = path[-1].ends if path and path[-1].end == len(prompt) else []
+        index = bisect_right(ends, request.sequence, key=_sequence)
+        if not index or _sequence(ends[index - 1]) != request.sequence:
+            raise ValueError(f"request {request.rid!r} is not in the index")
+        return path
+
+    def _roots_from(self, namespace: str, *, inclusive: bool = True) -> Iterator[_Node]:
+        names = self._roots.irange(namespace, inclusive=(inclusive, True))
+        return (self._roots[name] for name in names)
+
+
+def _walk(stack: list[Iterator[_Node]]) -> Iterator[PrefixKey]:
+    """All keys in the subtrees of the stacked nodes, the topmost iterator first."""
+    while stack:
+        node = next(stack[-1], None)
+        if node is None:
+            stack.pop()
+            continue
+        yield from node.ends
+        stack.append(node.children_from(0))
+
+
+def _common_end(node: _Node, prompt: Sequence[int]) -> int:
+    """Where the prompt leaves the node's tokens, or ends; halving, not token by token."""
+    if node.end <= len(prompt) and node.agrees(prompt):
+        return node.end
+    agreed, differs = node.start, min(node.end, len(prompt)) + 1
+    while differs - agreed > 1:
+        middle = (agreed + differs) // 2
+        if node.prompt[agreed:middle] == prompt[agreed:middle]:
+            agreed = middle
+        else:
+            differs = middle
+    return agreed

@@ -53,9 +53,13 @@ class WorkingSet:
 
     def use(self, node: int, num_tokens: int, now_s: float) -> None:
         """Note an online use of a node that holds `num_tokens` tokens."""
-        self.forget(node)
-        self._uses[node] = _Use(num_tokens, now_s)
-        self.num_tokens += num_tokens
+        if (use := self._uses.get(node)) is None:
+            self._uses[node] = _Use(num_tokens, now_s)
+            self.num_tokens += num_tokens
+            return
+        self.num_tokens += num_tokens - use.num_tokens
+        use.num_tokens, use.last_use_s = num_tokens, now_s
+        self._uses.move_to_end(node)
 
     def split(self, node: int, *, upper: int, upper_tokens: int) -> None:
         """Its first `upper_tokens` tokens became a node of their own."""
@@ -64,7 +68,7 @@ class WorkingSet:
             self._uses[upper] = _Use(upper_tokens, use.last_use_s)
 
     def forget(self, node: int) -> None:
-        """The node was evicted, or is about to be noted anew."""
+        """The node was evicted."""
         if (use := self._uses.pop(node, None)) is not None:
             self.num_tokens -= use.num_tokens
 
@@ -75,11 +79,12 @@ class WorkingSet:
     def expire(self, now_s: float) -> list[int]:
         """Drop what is too old or too much, least recently used first; return the dropped."""
         dropped: list[int] = []
-        while self._uses:
-            node, use = next(iter(self._uses.items()))
-            is_old = use.last_use_s < now_s - self._window_s
-            if not is_old and self.num_tokens <= self.limit_tokens:
+        oldest_s, limit_tokens = now_s - self._window_s, self.limit_tokens
+        for node, use in self._uses.items():
+            if use.last_use_s >= oldest_s and self.num_tokens <= limit_tokens:
                 break
-            self.forget(node)
+            self.num_tokens -= use.num_tokens
             dropped.append(node)
+        for node in dropped:
+            del self._uses[node]
         return dropped

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offline_order import (
     FcfsOrder,
     OfflineOrder,
@@ -23,6 +24,8 @@ ORDERS = {
     "psm": PsmOrder,
     "psm-fresh": lambda: PsmOrder(utility_ratio=0.5, seed=7),
     "psm-stalest-only": lambda: PsmOrder(utility_ratio=0.0),
+    "deadlines-psm": lambda: DeadlineOrder(PsmOrder(utility_ratio=0.5, seed=7)),
+    "deadlines-fcfs": lambda: DeadlineOrder(FcfsOrder()),
 }
 
 

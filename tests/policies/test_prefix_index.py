@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,67 @@ def test_counts_and_the_last_one_are_exact_after_removals(entries, namespace, pa
     last = max(through, default=None)
     assert index.last_and_count(namespace, path) == (last, len(through))
     assert len(index) == len(requests) - len(gone)
+
+
+histories = st.lists(st.tuples(st.booleans(), namespaces, prompts), max_size=40)
+
+
+@given(histories, namespaces, prompts, st.integers(0, 40))
+def test_every_walk_is_that_of_a_sorted_list_at_any_time(history, namespace, prompt, sequence):
+    index, here = PrefixIndex(), {}
+    for number, (comes, name, tokens) in enumerate(history):
+        if comes or not here:
+            here[number] = request(number, tokens, name)
+            index.add(here[number])
+        else:
+            index.remove(here.pop(min(here, key=lambda other: (other * 7) % 5)))
+    expected = sorted(map(prefix_key, here.values()))
+    assert list(index) == expected
+    for key in [(namespace, prompt, sequence), *expected]:
+        assert list(index.after(key)) == [other for other in expected if other > key]
+        assert list(index.up_to(key)) == [other for other in expected if other <= key]
+
+
+@given(st.lists(prompts, max_size=20), prompts)
+def test_a_removed_request_leaves_no_trace(before, prompt):
+    index = PrefixIndex()
+    for number, tokens in enumerate(before):
+        index.add(request(number, tokens))
+    shape = nodes_of(index)
+    passing = request(100, prompt)
+    index.add(passing)
+    index.remove(passing)
+    assert nodes_of(index) == shape
+    assert len(shape) <= 2 * len(before) + 1
+
+
+def nodes_of(index: PrefixIndex) -> list[tuple[int, int, int]]:
+    """(start, end, prompts) of every node, in walking order."""
+    found, stack = [], list(index._roots.values())
+    while stack:
+        node = stack.pop()
+        found.append((node.start, node.end, node.num_prompts))
+        stack.extend(node.children[token] for token in reversed(node.first_tokens))
+    return found
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 9, 3]])
+def test_removing_what_is_not_here_is_refused_and_changes_nothing(prompt):
+    index = PrefixIndex()
+    for number, tokens in ((0, [1, 2, 3]), (1, [1, 2])):
+        index.add(request(number, array("q", tokens)))
+    before = list(index)
+    with pytest.raises(ValueError, match="'r7' is not in the index"):
+        index.remove(request(7, array("q", prompt)))
+    assert list(index) == before
+
+
+def test_a_chain_of_prompts_deeper_than_the_recursion_limit_is_walked():
+    index, longest = PrefixIndex(), array("q", [1] * 1200)
+    for length in range(1, 1201):
+        index.add(request(length, longest[:length]))
+    assert [sequence for _, _, sequence in index] == list(range(1, 1201))
+    assert index.last_and_count("", longest[:1000]) == (("", longest, 1200), 201)
 
 
 def test_walking_from_a_key_and_up_to_it_meets_every_other_key_once():

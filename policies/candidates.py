@@ -1,0 +1,114 @@
+"""Which of a few offline candidates is prefilled next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.estimators.batch_time import StepPredictor
+
+_NEAR_TIE = 0.05
+# A prefill that hides behind decodes may cost nothing; then its tokens alone decide.
+_LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An offline request whose prefill, or a chunk of it, could join the step.
+
+    `new_tokens`: what would be computed, at least 1. `cached_tokens`: what of its prompt is in
+    the cache. `evicted_needed_tokens`: what would be evicted for it although pending requests
+    need it. `laxity_s`: time left until its job would miss its window, infinite without one.
+    `length_bucket`: see `length_bucket`.
+    """
+
+    rid: str
+    new_tokens: int
+    cached_tokens: int
+    evicted_needed_tokens: int
+    age_s: float
+    laxity_s: float
+    length_bucket: int
+
+
+def length_bucket(num_tokens: int) -> int:
+    """The bucket of a prompt: one for every power of two; 1,024 to 2,047 tokens share one."""
+    return num_tokens.bit_length()
+
+
+def rank(
+    candidates: Sequence[Candidate],
+    shape: BatchShape,
+    predictor: StepPredictor,
+    *,
+    max_age_s: float = math.inf,
+) -> list[str]:
+    """The ids of all candidates, the one to prefill next first.
+
+    Late ones come first, least laxity before more; then those older than `max_age_s`, oldest
+    first; then the best score. Among scores within 5 % of the best of them, a prompt about as
+    long as what runs wins, which keeps batches regular, and then the order that was given.
+
+    Cost: one prediction each and one for the step alone. `shape` is left as it was.
+    Source: Echo 3.1 and 4.1 (benefit less punishment per second), 6 (length buckets).
+    """
+    late = [one for one in candidates if one.laxity_s < 0]
+    stale = [one for one in candidates if one.laxity_s >= 0 and one.age_s > max_age_s]
+    ordinary = [one for one in candidates if one.laxity_s >= 0 and not one.age_s > max_age_s]
+    ranked = sorted(late, key=lambda one: one.laxity_s)
+    ranked += sorted(stale, key=lambda one: -one.age_s)
+    if len(ordinary) > 1:
+        ordinary = _by_score(ordinary, shape, predictor)
+    return [one.rid for one in ranked + ordinary]
+
+
+def score(
+    candidate: Candidate, shape: BatchShape, predictor: StepPredictor, alone_s: float
+) -> float:
+    """(Benefit - punishment) per second that the candidate adds to a step of `alone_s`.
+
+    Benefit: the prompt tokens that are done with when it was prefilled, computed or found.
+    Punishment: the tokens that pending requests would compute again. Units: tokens per second.
+    """
+    shape.add_prefill(candidate.new_tokens, candidate.cached_tokens)
+    try:
+        added_s = predictor.predict_s(shape) - alone_s
+    finally:
+        shape.undo()
+    benefit_tokens = candidate.new_tokens + candidate.cached_tokens
+    return (benefit_tokens - candidate.evicted_needed_tokens) / max(added_s, _LEAST_S)
+
+
+def _by_score(
+    candidates: list[Candidate], shape: BatchShape, predictor: StepPredictor
+) -> list[Candidate]:
+    alone_s = predictor.predict_s(shape)
+    scores = [score(one, shape, predictor, alone_s) for one in candidates]
+    bucket = _bucket_of(shape)
+    ranked: list[Candidate] = []
+    tied: list[int] = []
+    for number in sorted(range(len(candidates)), key=lambda one: -scores[one]):
+        if tied and scores[number] < scores[tied[0]] - _NEAR_TIE * abs(scores[tied[0]]):
+            ranked += _regular_first(tied, candidates, bucket)
+            tied = []
+        tied.append(number)
+    return ranked + _regular_first(tied, candidates, bucket)
+
+
+def _regular_first(
+    tied: list[int], candidates: list[Candidate], bucket: int | None
+) -> list[Candidate]:
+    """Same bucket as what runs first, then in the order that was given."""
+    order = sorted(tied, key=lambda one: (candidates[one].length_bucket != bucket, one))
+    return [candidates[one] for one in order]
+
+
+def _bucket_of(shape: BatchShape) -> int | None:
+    """The bucket of the mean length of what the step runs; None when it runs nothing."""
+    num_requests = shape.num_decodes + shape.num_prefills
+    if not num_requests:
+        return None
+    tokens = shape.decode_tokens + shape.prefill_tokens + shape.cached_tokens
+    return length_bucket(tokens // num_requests)

@@ -1,0 +1,113 @@
+"""Offline requests whose job would miss its window come before any other order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableSequence
+from dataclasses import replace
+from itertools import chain
+
+from echo_sgl.policies.deadlines import DeadlineBook, has_deadline
+from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
+from echo_sgl.policies.prefix_index import PrefixKey, prefix_key
+from echo_sgl.types import PendingRequest
+
+# What is urgent stays so until there is that much more time: a walk that went to and fro
+# between two parts of the prompts at every pick would find neither of them in the cache.
+_RELEASE = 1.1
+
+
+class DeadlineOrder(OfflineOrder):
+    """Another order, with urgent requests ahead of both its prefix walk and its ages.
+
+        resumed -> the deadline that would be missed -> overdue work -> the other order
+
+    What is ahead is taken in prefix order, from where the other order's walk stands; that walk
+    itself stays where it is until nothing is ahead, as it does for a pick by age. Which deadline
+    is urgent changes only in `escalate`, once a step: in between the order holds.
+
+    For eviction, `need` calls a prefix next when a request ahead waits for it: exact at the time
+    of asking. An order of eviction keeps the answer until it is told of that prefix anew; so
+    after an escalation it learns of it prompt by prompt, as requests on that prefix come, start
+    or end. And it knows that what is ahead comes first, but not in which order: it goes by
+    recency there. Both cost recomputation at worst, never a wrong result.
+
+    Source: ours (least laxity). Units: seconds, tokens. Errors: `ValueError` if `safety` < 1.
+    """
+
+    def __init__(self, other: OfflineOrder, *, safety: float = 1.2) -> None:
+        if not safety >= 1:
+            raise ValueError(
+                f"safety is {safety}; it must be at least 1: "
+                "with less, a job would be hurried only after it could still be in time"
+            )
+        super().__init__()
+        self.book = DeadlineBook()
+        self._other = other
+        self._safety = safety
+        self._urgent: float | None = None
+        self._ahead: tuple[float, ...] = ()
+        self._ahead_cursor: PrefixKey | None = None
+
+    def __len__(self) -> int:
+        return len(self._other)
+
+    @property
+    def cursor(self) -> PrefixKey | None:
+        return self._other.cursor
+
+    def escalate(self, now_s: float, rate_tokens_per_s: float | None) -> float | None:
+        """Decide what comes ahead from now on; returns the urgent deadline. O(deadlines)."""
+        safety = self._safety if self._urgent is None else self._safety * _RELEASE
+        self._urgent = self.book.urgent_deadline(now_s, rate_tokens_per_s, safety)
+        urgent = () if self._urgent is None else (self._urgent,)
+        self._ahead = (*urgent, *self.book.overdue(now_s))
+        if not self._ahead:
+            self._ahead_cursor = None
+        return self._urgent
+
+    def add(self, request: PendingRequest, *, resumed: bool = False) -> None:
+        self._other.add(request, resumed=resumed)
+        if resumed:
+            self._resumed[request.sequence] = request
+        elif has_deadline(request):
+            self.book.add(request)
+
+    def remove(self, request: PendingRequest) -> None:
+        self._other.remove(request)
+        self._forget(request)
+
+    def take(self, request: PendingRequest) -> None:
+        if self._is_ahead(request):
+            self.remove(request)
+            self._ahead_cursor = prefix_key(request)
+        else:
+            self._other.take(request)
+            self._forget(request)
+
+    def oldest(self) -> PendingRequest | None:
+        return self._other.oldest()
+
+    def need(self, namespace: str, path: MutableSequence[int]) -> PrefixNeed:
+        need = self._other.need(namespace, path)
+        if need.is_next or not need.num_waiting:
+            return need
+        is_ahead = any(self.book.count_through(one, namespace, path) for one in self._ahead)
+        return replace(need, is_next=is_ahead)
+
+    def _picks(self) -> Iterator[PendingRequest]:
+        cursor = self._ahead_cursor or self._other.cursor
+        ahead = chain.from_iterable(self.book.walk(one, cursor) for one in self._ahead)
+        behind = (
+            request
+            for request in self._other.upcoming()
+            if request.sequence not in self._resumed and not self._is_ahead(request)
+        )
+        return chain(ahead, behind)
+
+    def _is_ahead(self, request: PendingRequest) -> bool:
+        return request.deadline_s in self._ahead and request.sequence not in self._resumed
+
+    def _forget(self, request: PendingRequest) -> None:
+        was_resumed = self._resumed.pop(request.sequence, None) is not None
+        if not was_resumed and has_deadline(request):
+            self.book.remove(request)

@@ -1,0 +1,173 @@
+"""Pending offline work by the end of its job's window, and the rate at which work gets done.
+
+The rule for work that is overdue: it must not push out work that can still be in time. It comes
+behind every deadline that needs the capacity now, and before what is not urgent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from sortedcontainers import SortedDict
+
+from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
+from echo_sgl.types import PendingRequest
+
+
+def has_deadline(request: PendingRequest) -> bool:
+    """Whether its job ends at a time; never, and what is no time, count as none."""
+    return request.deadline_s is not None and math.isfinite(request.deadline_s)
+
+
+@dataclass(slots=True)
+class _Group:
+    """The pending requests that share a deadline."""
+
+    by_prefix: PrefixIndex = field(default_factory=PrefixIndex)
+    requests: dict[int, PendingRequest] = field(default_factory=dict)
+    work_tokens: int = 0
+
+
+class DeadlineBook:
+    """Pending requests that have a deadline, one group for each deadline, in prefix order.
+
+    A deadline is that of a job, so there are few: adding and removing cost O(log n) in the
+    requests, and what looks at the deadlines costs O(deadlines).
+
+    Source: ours; least laxity first is Mok's rule (1983). Units: seconds, tokens.
+    """
+
+    def __init__(self) -> None:
+        self._groups: SortedDict[float, _Group] = SortedDict()
+
+    def __len__(self) -> int:
+        return sum(len(group.requests) for group in self._groups.values())
+
+    def add(self, request: PendingRequest) -> None:
+        """Note a request; one without a deadline is not for this book.
+
+        Errors: `ValueError` when it is here already, or its deadline is none.
+        """
+        deadline_s = request.deadline_s
+        if not has_deadline(request):
+            raise ValueError(f"deadline_s of {request.rid!r} is {deadline_s}; it must be a time")
+        if deadline_s not in self._groups:
+            self._groups[deadline_s] = _Group()
+        group = self._groups[deadline_s]
+        if request.sequence in group.requests:
+            raise ValueError(f"request {request.rid!r} is in the book already")
+        group.requests[request.sequence] = request
+        group.by_prefix.add(request)
+        group.work_tokens += request.work_tokens
+
+    def remove(self, request: PendingRequest) -> None:
+        """Forget a request. Errors: `KeyError` if it is not here."""
+        group = self._groups[request.deadline_s]
+        del group.requests[request.sequence]
+        group.by_prefix.remove(request)
+        group.work_tokens -= request.work_tokens
+        if not group.requests:
+            del self._groups[request.deadline_s]
+
+    def overdue(self, now_s: float) -> list[float]:
+        """The deadlines that have passed, the earliest first."""
+        return list(self._groups.irange(None, now_s))
+
+    def work_until(self, deadline_s: float, now_s: float) -> int:
+        """Tokens of pending work due by `deadline_s`; overdue work, which yields, not counted."""
+        due = self._groups.irange(now_s, deadline_s, inclusive=(False, True))
+        return sum(self._groups[one].work_tokens for one in due)
+
+    def urgent_deadline(
+        self, now_s: float, rate_tokens_per_s: float | None, safety: float = 1.0
+    ) -> float | None:
+        """The earliest deadline that would be missed, or None.
+
+        It would be when the work due until then, at the measured rate and times `safety`, takes
+        longer than the time left. None while there is no rate: then nothing can be told.
+        """
+        if rate_tokens_per_s is None:
+            return None
+        work_tokens = 0
+        for deadline_s in self._groups.irange(now_s, inclusive=(False, True)):
+            work_tokens += self._groups[deadline_s].work_tokens
+            if work_tokens * safety > rate_tokens_per_s * (deadline_s - now_s):
+                return float(deadline_s)
+        return None
+
+    def laxity_s(
+        self, deadline_s: float | None, now_s: float, rate_tokens_per_s: float | None
+    ) -> float:
+        """Time left until `deadline_s` less what the work due by then takes at the rate.
+
+        Infinite without a deadline or a rate, and when the deadline has passed: such work has
+        nothing to lose any more, see the rule above. Below 0 the deadline would be missed.
+        """
+        if deadline_s is None or rate_tokens_per_s is None or deadline_s <= now_s:
+            return math.inf
+        if not (work_tokens := self.work_until(deadline_s, now_s)):
+            return deadline_s - now_s
+        if rate_tokens_per_s <= 0:
+            return -math.inf
+        return deadline_s - now_s - work_tokens / rate_tokens_per_s
+
+    def walk(self, deadline_s: float, cursor: PrefixKey | None) -> Iterator[PendingRequest]:
+        """The requests of one deadline, depth first from behind `cursor`, then from the start.
+
+        Lazy: the first k cost O(k + log n). Empty when nothing is due then.
+        """
+        group: _Group | None = self._groups.get(deadline_s)
+        if group is None:
+            return iter(())
+        keys = iter(group.by_prefix)
+        if cursor is not None:
+            keys = chain(group.by_prefix.after(cursor), group.by_prefix.up_to(cursor))
+        return (group.requests[sequence] for _, _, sequence in keys)
+
+    def count_through(self, deadline_s: float, namespace: str, path: MutableSequence[int]) -> int:
+        """How many prompts due at `deadline_s` start with `path`, see `PrefixIndex`."""
+        group: _Group | None = self._groups.get(deadline_s)
+        return group.by_prefix.count_through(namespace, path) if group else 0
+
+
+class RateMeter:
+    """Offline tokens per second, weighted towards the last `window_s` of work.
+
+    Tell it after each step while offline work runs or waits, with 0 tokens where online work
+    left nothing: that is part of the rate. Call `pause` when there is no offline work; such
+    time does not count, nor does a stretch longer than `window_s` or a clock that steps back.
+
+    Both the tokens and the seconds fade by exp(-dt / `window_s`), so that the rate lies between
+    the lowest and the highest that was observed. Units: seconds, tokens per second.
+    Errors: `ValueError` unless 0 < `least_s` < `window_s`: more than fades is never seen.
+    """
+
+    def __init__(self, *, window_s: float = 60.0, least_s: float = 5.0) -> None:
+        if not 0 < least_s < window_s:
+            raise ValueError(
+                f"least_s is {least_s} and window_s {window_s}; allowed is 0 < least_s < window_s"
+            )
+        self._window_s, self._least_s = window_s, least_s
+        self._last_s: float | None = None
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None until `least_s` of work was seen."""
+        return self._tokens / self._seconds if self._seconds >= self._least_s else None
+
+    def observe(self, now_s: float, num_tokens: int) -> None:
+        """Note the offline tokens computed since the last observation."""
+        last_s, self._last_s = self._last_s, now_s
+        if last_s is None or not 0 <= now_s - last_s <= self._window_s:
+            return
+        kept = math.exp((last_s - now_s) / self._window_s)
+        self._tokens = self._tokens * kept + num_tokens
+        self._seconds = self._seconds * kept + now_s - last_s
+
+    def pause(self) -> None:
+        """There is no offline work: what passes until the next observation does not count."""
+        self._last_s = None

@@ -1,0 +1,234 @@
+"""How long the next step may take when offline work is in it.
+
+token j of an online request:   due = arrival + TTFT + (j - 1) * TPOT
+slack:      the least due time of the requests at hand, minus now; a first token that would
+            come late leaves offline decodes nothing
+budget:     a fixed time for every step with online work
+relative:   `max_inflation` times what online work takes alone; what a step leaves is kept
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from echo_sgl.config import SloConfig, StepsConfig
+from echo_sgl.policies.online_attainment import BudgetController
+
+# Credit of the relative limit, as a multiple of the longest stall allowed.
+MAX_CREDIT_STALLS = 4.0
+# Of the time, for prefills, however much online decodes take.
+MIN_PREFILL_SHARE = 0.2
+MIN_BUDGET_SHARE, MAX_BUDGET_SHARE = 0.05, 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """TTFT and TPOT of one request, seconds; infinite where nothing is promised."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+    def due_s(self, num_tokens: int, arrival_s: float, first_token_s: float | None) -> float:
+        """When the token after `num_tokens` is due.
+
+        Echo's due times let a request that was early with its first token be late with all
+        others, and its TPOT is then above what was promised. So later tokens are also due
+        `TPOT` apart from the first one.
+
+        Source: Echo 5.1; the second bound is ours. Units: seconds on the caller's clock.
+        """
+        # Zero tokens at an infinite time each are not a number.
+        if not num_tokens:
+            return arrival_s + self.ttft_s
+        due_s = arrival_s + self.ttft_s + num_tokens * self.tpot_s
+        if first_token_s is None:
+            return due_s
+        return min(due_s, first_token_s + num_tokens * self.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineView:
+    """What a limit may know of the online work at hand.
+
+    `decode_due_s`: the least due time of requests that decode, infinite without any.
+    `first_due_s`: the same of requests that wait for their first token. `alone_s`: predicted
+    time of a step that decodes the online requests alone, 0 without any. `prefill_s`: predicted
+    time to prefill all that waits.
+    """
+
+    now_s: float
+    decode_due_s: float
+    first_due_s: float
+    alone_s: float
+    is_present: bool
+    prefill_s: float = 0.0
+
+
+class StepLimit(ABC):
+    """Seconds that a step may take; the common part bounds what an arriving request waits.
+
+    `stall_s`: the longest that offline work may lengthen a step, whatever else allows.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self.stall_s = stall_s
+
+    def limit_s(self, view: OnlineView) -> float:
+        """What a step that decodes the online requests may take in all; may be negative."""
+        return min(self._limit_s(view), view.alone_s + self.stall_s)
+
+    def decode_limit_s(self, view: OnlineView) -> float:
+        """What a step that decodes both classes may take in all."""
+        return self.limit_s(view)
+
+    def chunk_limit_s(self, view: OnlineView) -> float:
+        """What an online prefill may take before online decodes must go on."""
+        return math.inf
+
+    def note_step(self, online_s: float | None, elapsed_s: float) -> None:
+        """A step ended that took `elapsed_s`.
+
+        `online_s` is the predicted time of the online work in it alone: 0 when online requests
+        had to wait for it, None when there were none.
+        """
+
+    def note_request(self, is_met: bool) -> None:
+        """An online request ended, with or without its promise kept."""
+
+    @abstractmethod
+    def _limit_s(self, view: OnlineView) -> float:
+        """The limit before it is bounded by the stall."""
+
+
+class NoLimit(StepLimit):
+    """Offline work fills what memory and chunk size leave."""
+
+    def limit_s(self, view: OnlineView) -> float:
+        return math.inf
+
+    def _limit_s(self, view: OnlineView) -> float:
+        return math.inf
+
+
+class SlackLimit(StepLimit):
+    """Until the earliest due time of any online request at hand.
+
+    Decodes filled up to their due times leave a request that waits no time for its prefill:
+    its chunks must fit before the next token is due. So while its first token would come later
+    than `margin_s` before it is due, decode steps hold no offline work. Time for its prefill is
+    what online decodes leave of `tpot_s`.
+
+    Source: Echo 5.1; yielding to first tokens is ours, `margin_s` 0 is without. Units: seconds.
+    """
+
+    def __init__(self, stall_s: float, *, margin_s: float = 0.0, tpot_s: float = math.inf) -> None:
+        super().__init__(stall_s)
+        self._margin_s, self._tpot_s = margin_s, tpot_s
+
+    def decode_limit_s(self, view: OnlineView) -> float:
+        if self._margin_s and self._first_token_margin_s(view) < self._margin_s:
+            return view.alone_s
+        return self.limit_s(view)
+
+    def _first_token_margin_s(self, view: OnlineView) -> float:
+        """How long before its due time the first token that is due first would come."""
+        prefill_share = max(MIN_PREFILL_SHARE, 1.0 - view.alone_s / self._tpot_s)
+        return view.first_due_s - view.now_s - view.prefill_s / prefill_share
+
+    def chunk_limit_s(self, view: OnlineView) -> float:
+        return view.decode_due_s - view.now_s - view.alone_s
+
+    def _limit_s(self, view: OnlineView) -> float:
+        return min(view.decode_due_s, view.first_due_s) - view.now_s
+
+
+class BudgetLimit(StepLimit):
+    """A fixed time for every step with online work in it, moved by the measured attainment.
+
+    Source: HyGen 4.1 and 4.2; moving it at run time is ours.
+    """
+
+    def __init__(self, stall_s: float, controller: BudgetController, *, adapts: bool) -> None:
+        super().__init__(stall_s)
+        self.controller, self._adapts = controller, adapts
+
+    def set_budget(self, budget_s: float) -> None:
+        """Take this budget from now on; it stays, whatever the attainment.
+
+        Errors: `ValueError` when it is not above 0.
+        """
+        self.controller = BudgetController(
+            budget_s, target=1.0, minimum_s=budget_s, maximum_s=budget_s
+        )
+        self._adapts = False
+
+    def limit_s(self, view: OnlineView) -> float:
+        # The budget is the whole promise here: it may be longer than the stall.
+        return self.controller.budget_s if view.is_present else self.stall_s
+
+    def chunk_limit_s(self, view: OnlineView) -> float:
+        return self.controller.budget_s if math.isfinite(view.decode_due_s) else math.inf
+
+    def note_request(self, is_met: bool) -> None:
+        if self._adapts:
+            self.controller.observe(is_met)
+
+    def _limit_s(self, view: OnlineView) -> float:
+        return self.controller.budget_s
+
+
+class RelativeLimit(StepLimit):
+    """Online work takes at most `max_inflation` times what it would alone, over time.
+
+    Each step with online work earns `max_inflation` times its predicted time alone and costs
+    what it took. What is left is credit for the next ones, up to a few stalls, so that a
+    chunk of offline prefill is paid for by the decodes before it. Needs no promise: it is
+    for servers whose users only want not to notice.
+    """
+
+    def __init__(self, stall_s: float, max_inflation: float) -> None:
+        super().__init__(stall_s)
+        self._max_inflation = max_inflation
+        self._max_credit_s = MAX_CREDIT_STALLS * stall_s
+        self._credit_s = 0.0
+
+    def note_step(self, online_s: float | None, elapsed_s: float) -> None:
+        if online_s is None:
+            self._credit_s = 0.0
+            return
+        credit_s = self._credit_s + self._max_inflation * online_s - elapsed_s
+        # A step that was predicted far too short must not stop offline work for long.
+        self._credit_s = min(max(credit_s, -self.stall_s), self._max_credit_s)
+
+    def _limit_s(self, view: OnlineView) -> float:
+        if not view.is_present:
+            return math.inf
+        return self._max_inflation * view.alone_s + self._credit_s
+
+
+def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
+    """Build the limit that the config names; "auto" is resolved when the config is read.
+
+    Errors: `ValueError` names the unknown limit and the known ones.
+    """
+    stall_s = steps.max_stall_s
+    if slo.ttft_s:
+        stall_s = min(stall_s, steps.stall_share * slo.ttft_s)
+    if steps.limit == "slack":
+        margin_s = steps.ttft_margin * slo.ttft_s
+        return SlackLimit(stall_s, margin_s=margin_s, tpot_s=slo.tpot_s or math.inf)
+    if steps.limit == "relative":
+        return RelativeLimit(stall_s, steps.max_inflation)
+    if steps.limit == "off":
+        return NoLimit(stall_s)
+    if steps.limit == "budget":
+        controller = BudgetController(
+            steps.budget_s,
+            target=steps.attainment,
+            minimum_s=MIN_BUDGET_SHARE * steps.budget_s,
+            maximum_s=MAX_BUDGET_SHARE * steps.budget_s,
+        )
+        return BudgetLimit(stall_s, controller, adapts=steps.adapt_budget)
+    raise ValueError(f"step limit is {steps.limit!r}; known are slack, budget, relative, off")

@@ -1,0 +1,268 @@
+"""What offline work may join the next step, held against the limit of its time.
+
+Two phases (HyGen algorithm 2): what online requests need is there first, offline work fills
+the rest of the limit. One planner serves one scheduler; `begin` starts each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from echo_sgl.batch_shape import BatchShape, Step
+from echo_sgl.config import StepsConfig
+from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
+from echo_sgl.policies.batch_size import BatchSize
+from echo_sgl.policies.decode_selection import Decode, DecodeSelection
+from echo_sgl.policies.step_limit import NoLimit, OnlineView, StepLimit
+
+USUAL_CHUNK_TOKENS = 2048
+NOTHING_ONLINE = OnlineView(
+    now_s=0.0, decode_due_s=math.inf, first_due_s=math.inf, alone_s=0.0, is_present=False
+)
+
+
+class StepEstimator(Protocol):
+    """What the planner asks: seconds a step takes, and at most takes."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def upper(self) -> StepPredictor: ...
+
+    def predict_s(self, step: Step) -> float: ...
+
+
+class StepPlanner:
+    """Holds the work of one step against a limit.
+
+    While the estimator knows nothing, offline work beside online requests is kept to one
+    small chunk and to as many decodes as there are online ones; without online requests it
+    runs free, and the estimator learns from it.
+
+    Online progress does not depend on the limit, and without online work at least one
+    offline decode or chunk fits.
+    """
+
+    def __init__(
+        self,
+        config: StepsConfig,
+        limit: StepLimit,
+        estimator: StepEstimator,
+        *,
+        selection: DecodeSelection,
+        batch_size: BatchSize,
+    ) -> None:
+        self.limit, self.estimator = limit, estimator
+        self.is_limited = not isinstance(limit, NoLimit)
+        self.view = NOTHING_ONLINE
+        self.limit_s = math.inf
+        self._config, self._selection, self._batch_size = config, selection, batch_size
+        self._online_decodes = BatchShape()
+        self._decode_limit = math.inf
+
+    def begin(
+        self,
+        now_s: float,
+        decodes: BatchShape,
+        *,
+        decode_due_s: float,
+        first_due_s: float,
+        num_waiting: int,
+        waiting_tokens: int = 0,
+    ) -> None:
+        """Take in the online work at hand.
+
+        `decodes` are the online requests that decode, `num_waiting` those that wait for their
+        first token or are being prefilled, with so many tokens to prefill at most; the due
+        times are the least of each.
+        """
+        is_present = len(decodes) > 0 or num_waiting > 0
+        alone_s = self.estimator.upper.predict_s(decodes) if self._is_known else 0.0
+        prefill_s = self._prefill_s(waiting_tokens) if waiting_tokens and self._is_known else 0.0
+        self._online_decodes = decodes
+        self.view = OnlineView(now_s, decode_due_s, first_due_s, alone_s, is_present, prefill_s)
+        self.limit_s = self.limit.limit_s(self.view)
+        self._decode_limit = self.limit.decode_limit_s(self.view)
+        if is_present:
+            self._batch_size.observe(exceeded=alone_s > self.limit_s)
+
+    # ---- prefill ---------------------------------------------------------------------------
+
+    def decodes_first(
+        self, *, online_prefill_waits: bool, last_was_prefill: bool, cached_tokens: int = 0
+    ) -> bool:
+        """Whether a decode step goes before a step that only prefills.
+
+        For SGLang's default, where a step prefills or decodes: online decodes wait for a
+        prefill step, so it must fit between two of their tokens. `cached_tokens`: what the
+        request between two chunks has behind it, which the next chunk attends to.
+        """
+        if not len(self._online_decodes):
+            return False
+        if not self.is_limited or not self._is_known:
+            return last_was_prefill and not online_prefill_waits
+        if online_prefill_waits:
+            room_s = self.limit.chunk_limit_s(self.view)
+            return last_was_prefill and not self._smallest_chunk_fits(room_s, cached_tokens)
+        return not self._smallest_chunk_fits(self.limit_s - self.view.alone_s, cached_tokens)
+
+    def offline_chunk_tokens(
+        self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int
+    ) -> int:
+        """New tokens of an offline prefill that may join `shape`, the step so far; 0: none."""
+        smallest = min(max_tokens, self._config.min_chunk_tokens)
+        if not self.is_limited:
+            return max_tokens
+        if not self._is_known:
+            if not self.view.is_present:
+                return max_tokens
+            return 0 if shape.num_prefills else _page_aligned(smallest, max_tokens, page_size)
+        tokens = longest_prefill(
+            self.estimator.upper,
+            shape,
+            self.room_s(shape),
+            max_tokens=max_tokens,
+            page_size=page_size,
+            cached_tokens=cached_tokens,
+        )
+        if tokens < smallest and not self.view.is_present and not shape.num_prefills:
+            return _page_aligned(smallest, max_tokens, page_size)
+        return tokens if tokens >= smallest else 0
+
+    def online_chunk_tokens(
+        self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int
+    ) -> int:
+        """New tokens of an online prefill that may join `shape`: never 0.
+
+        As long as what online decodes have left, unless its own first token is more urgent.
+        """
+        limit_s = self.limit.chunk_limit_s(self.view)
+        if math.isinf(limit_s) or not self._is_known:
+            return max_tokens
+        tokens = longest_prefill(
+            self.estimator.upper,
+            shape,
+            limit_s,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            cached_tokens=cached_tokens,
+        )
+        is_late = self.view.first_due_s < self.view.decode_due_s
+        if tokens == max_tokens or is_late:
+            return max_tokens
+        smallest = min(max_tokens, self._config.min_chunk_tokens)
+        return max(tokens, _page_aligned(smallest, max_tokens, page_size))
+
+    def room_s(self, shape: BatchShape) -> float:
+        """What `shape` may take: online decodes that are not in it have to be made up for."""
+        return self.limit_s if shape.num_decodes else self.limit_s - self.view.alone_s
+
+    def smallest_chunk_s(
+        self, shape: BatchShape, *, max_tokens: float = math.inf, cached_tokens: int = 0
+    ) -> float:
+        """What `shape` would take with the smallest offline chunk in it, in seconds."""
+        shape.add_prefill(int(min(max_tokens, self._config.min_chunk_tokens)), cached_tokens)
+        time_s = self.estimator.upper.predict_s(shape)
+        shape.undo()
+        return time_s
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        """About how long so many tokens take in steps of their own."""
+        chunk = BatchShape()
+        chunk.add_prefill(min(num_tokens, USUAL_CHUNK_TOKENS))
+        return self.estimator.upper.predict_s(chunk) * num_tokens / chunk.prefill_tokens
+
+    def _smallest_chunk_fits(self, limit_s: float, cached_tokens: int) -> bool:
+        return self.smallest_chunk_s(BatchShape(), cached_tokens=cached_tokens) <= limit_s
+
+    # ---- decode ----------------------------------------------------------------------------
+
+    def all_decode(self, context_tokens: Sequence[int]) -> bool:
+        """Whether offline decodes of these contexts all join the online ones; one prediction."""
+        if not context_tokens:
+            return self.all_join(0, 0, longest_tokens=0, shortest_tokens=0)
+        return self.all_join(
+            len(context_tokens),
+            sum(context_tokens),
+            longest_tokens=max(context_tokens),
+            shortest_tokens=min(context_tokens),
+        )
+
+    def all_join(
+        self, num_decodes: int, decode_tokens: int, *, longest_tokens: int, shortest_tokens: int
+    ) -> bool:
+        """`all_decode` of contexts that are known by their number, sum and extremes only."""
+        if not self.is_limited:
+            return True
+        if num_decodes > self._most_decodes():
+            return False
+        if not self._is_known or not num_decodes:
+            return True
+        online = self._online_decodes.row()
+        joined = online._replace(
+            num_decodes=online.num_decodes + num_decodes,
+            decode_tokens=online.decode_tokens + decode_tokens,
+            max_decode_tokens=max(online.max_decode_tokens, longest_tokens),
+        )
+        return self.estimator.upper.predict_s(joined) <= self._decode_limit_s(shortest_tokens)
+
+    def choose_decodes(self, candidates: Callable[[], Sequence[Decode]]) -> set[str]:
+        """Who of the offline requests that could decode joins the online ones."""
+        choices = candidates()
+        if not choices:
+            return set()
+        if self.is_limited and self._is_known:
+            chosen = self._selection.select(
+                choices,
+                self._online_decodes,
+                self.estimator.upper,
+                self._decode_limit_s(min(one.context_tokens for one in choices)),
+                now_s=self.view.now_s,
+                max_decodes=self._most_decodes(),
+            )
+        else:
+            num_most = self._most_decodes() if self.is_limited else len(choices)
+            running_first = sorted(choices, key=lambda one: (not one.is_running, one.sequence))
+            chosen = {one.rid for one in running_first[:num_most]}
+        if not chosen and not self.view.is_present:
+            chosen = {min(choices, key=lambda one: one.sequence).rid}
+        return chosen
+
+    def with_decode_s(self, context_tokens: int) -> float:
+        """What the online decodes at hand would take with one more of this context."""
+        self._online_decodes.add_decode(context_tokens)
+        time_s = self.estimator.upper.predict_s(self._online_decodes)
+        self._online_decodes.undo()
+        return time_s
+
+    def _decode_limit_s(self, shortest_tokens: int) -> float:
+        """The limit of a decode step. Without online decodes one offline decode is the least
+        that a step can be, and the stall comes on top of that."""
+        if len(self._online_decodes) or math.isinf(self.limit_s):
+            return self._decode_limit
+        alone = BatchShape()
+        alone.add_decode(shortest_tokens)
+        return self.limit_s + self.estimator.upper.predict_s(alone)
+
+    def _most_decodes(self) -> int:
+        num_online = len(self._online_decodes)
+        if not self._is_known and self.view.is_present:
+            return max(1, num_online)
+        return self._batch_size.offline_room(num_online)
+
+    @property
+    def slack_s(self) -> float:
+        """Until the next token of an online decode is due; infinite without any."""
+        return self.view.decode_due_s - self.view.now_s
+
+    @property
+    def _is_known(self) -> bool:
+        return self.estimator.is_ready
+
+
+def _page_aligned(tokens: int, max_tokens: int, page_size: int) -> int:
+    """At least `tokens`, in whole pages unless it is all there is."""
+    return min(max_tokens, -(-tokens // page_size) * page_size)

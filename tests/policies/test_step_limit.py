@@ -1,0 +1,201 @@
+"""How long a step may take: due times, and what each limit makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.config import SloConfig, StepsConfig, parse_config
+from echo_sgl.policies.step_limit import (
+    MAX_CREDIT_STALLS,
+    OnlineView,
+    Promise,
+    RelativeLimit,
+    SlackLimit,
+    create_step_limit,
+)
+
+seconds = st.floats(0.001, 10.0)
+
+
+def view(**given_values: object) -> OnlineView:
+    values = {
+        "now_s": 100.0,
+        "decode_due_s": math.inf,
+        "first_due_s": math.inf,
+        "alone_s": 0.0,
+        "is_present": True,
+    }
+    return OnlineView(**{**values, **given_values})
+
+
+def test_the_first_token_is_due_after_the_ttft():
+    assert Promise(ttft_s=1.0, tpot_s=0.1).due_s(0, arrival_s=5.0, first_token_s=None) == 6.0
+
+
+def test_later_tokens_are_due_a_tpot_apart():
+    promise = Promise(ttft_s=1.0, tpot_s=0.1)
+    assert promise.due_s(3, arrival_s=5.0, first_token_s=None) == pytest.approx(6.3)
+
+
+def test_an_early_first_token_is_not_time_to_give_away():
+    promise = Promise(ttft_s=1.0, tpot_s=0.1)
+    assert promise.due_s(3, arrival_s=5.0, first_token_s=5.2) == pytest.approx(5.5)
+
+
+def test_a_late_first_token_does_not_move_what_was_promised():
+    promise = Promise(ttft_s=1.0, tpot_s=0.1)
+    assert promise.due_s(3, arrival_s=5.0, first_token_s=9.0) == pytest.approx(6.3)
+
+
+def test_without_promises_nothing_is_ever_due():
+    for num_tokens in (0, 1, 1000):
+        assert math.isinf(Promise().due_s(num_tokens, arrival_s=5.0, first_token_s=6.0))
+
+
+@given(ttft_s=seconds, tpot_s=seconds, tokens=st.integers(1, 1000), early=st.floats(0, 1))
+def test_a_request_whose_tokens_all_come_in_time_keeps_its_tpot(ttft_s, tpot_s, tokens, early):
+    """The mean of the gaps, which is what users measure, is then at most what was promised."""
+    promise, first_s = Promise(ttft_s, tpot_s), early * ttft_s
+    last_s = promise.due_s(tokens, arrival_s=0.0, first_token_s=first_s)
+    assert (last_s - first_s) / tokens <= tpot_s * (1 + 1e-9)
+
+
+def test_slack_is_the_time_until_the_first_thing_due():
+    limit = SlackLimit(stall_s=10.0)
+    assert limit.limit_s(view(decode_due_s=100.3, first_due_s=100.2)) == pytest.approx(0.2)
+    assert limit.limit_s(view(decode_due_s=100.3)) == pytest.approx(0.3)
+
+
+def test_a_late_token_leaves_no_time_at_all():
+    assert SlackLimit(stall_s=1.0).limit_s(view(decode_due_s=99.0)) < 0
+
+
+def test_an_online_prefill_leaves_online_decodes_their_next_step():
+    limit = SlackLimit(stall_s=10.0)
+    room_s = limit.chunk_limit_s(view(decode_due_s=100.5, alone_s=0.1))
+    assert room_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("name", ["slack", "relative"])
+@given(alone_s=seconds)
+def test_no_limit_lengthens_a_step_by_more_than_the_stall(name, alone_s):
+    steps = StepsConfig(limit=name, max_stall_s=0.05, max_inflation=1000.0)
+    limit = create_step_limit(steps, SloConfig(ttft_s=3600.0, tpot_s=3600.0))
+    assert limit.limit_s(view(alone_s=alone_s)) <= alone_s + 0.05
+
+
+def test_the_stall_is_a_share_of_the_ttft_that_is_promised():
+    steps = StepsConfig(limit="slack", max_stall_s=0.5, stall_share=0.25)
+    assert create_step_limit(steps, SloConfig(ttft_s=0.4, tpot_s=0.1)).stall_s == 0.1
+    assert create_step_limit(steps, SloConfig(ttft_s=40.0, tpot_s=0.1)).stall_s == 0.5
+
+
+def test_the_relative_limit_gives_what_the_inflation_allows():
+    limit = RelativeLimit(stall_s=1.0, max_inflation=1.2)
+    assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.12)
+
+
+def test_steps_below_the_inflation_save_up_for_a_chunk():
+    limit = RelativeLimit(stall_s=1.0, max_inflation=1.5)
+    for _ in range(4):
+        limit.note_step(online_s=0.1, elapsed_s=0.1)
+    assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15 + 4 * 0.05)
+    limit.note_step(online_s=0.0, elapsed_s=0.2)
+    assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15)
+
+
+def test_nothing_is_saved_up_while_nobody_is_online():
+    limit = RelativeLimit(stall_s=1.0, max_inflation=1.5)
+    limit.note_step(online_s=0.1, elapsed_s=0.05)
+    limit.note_step(online_s=None, elapsed_s=5.0)
+    assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15)
+
+
+@given(steps=st.lists(st.tuples(seconds, seconds), max_size=50), inflation=st.floats(1.0, 3.0))
+def test_credit_and_debt_are_bounded(steps, inflation):
+    limit = RelativeLimit(stall_s=0.1, max_inflation=inflation)
+    for online_s, elapsed_s in steps:
+        limit.note_step(online_s, elapsed_s)
+    credit_s = limit._limit_s(view(alone_s=0.0))
+    assert -0.1 - 1e-9 <= credit_s <= MAX_CREDIT_STALLS * 0.1 + 1e-9
+
+
+@given(
+    online=st.lists(seconds, min_size=1, max_size=50),
+    wish=st.lists(seconds, min_size=50, max_size=50),
+)
+def test_online_work_is_never_slower_than_the_inflation_over_time(online, wish):
+    """Whatever offline work wants, a scheduler that obeys the limit keeps the total."""
+    limit, spent_s = RelativeLimit(stall_s=0.5, max_inflation=1.3), 0.0
+    for alone_s, wish_s in zip(online, wish, strict=False):
+        allowed_s = limit.limit_s(view(alone_s=alone_s))
+        elapsed_s = max(alone_s, min(alone_s + wish_s, allowed_s))
+        limit.note_step(alone_s, elapsed_s)
+        spent_s += elapsed_s
+    assert spent_s <= 1.3 * sum(online) * (1 + 1e-9)
+
+
+def test_the_budget_holds_while_somebody_is_online():
+    limit = create_step_limit(
+        StepsConfig(limit="budget", budget_s=0.3, max_stall_s=0.1), SloConfig()
+    )
+    assert limit.limit_s(view()) == 0.3
+    assert limit.limit_s(view(is_present=False)) == 0.1
+
+
+def test_missed_promises_shrink_the_budget_and_kept_ones_raise_it():
+    limit = create_step_limit(StepsConfig(limit="budget", budget_s=0.3), SloConfig())
+    for _ in range(20):
+        limit.note_request(False)
+    shrunk_s = limit.limit_s(view())
+    assert shrunk_s < 0.3
+    for _ in range(20):
+        limit.note_request(True)
+    assert limit.limit_s(view()) > shrunk_s
+
+
+def test_a_fixed_budget_stays():
+    steps = StepsConfig(limit="budget", budget_s=0.3, adapt_budget=False)
+    limit = create_step_limit(steps, SloConfig())
+    for _ in range(100):
+        limit.note_request(False)
+    assert limit.limit_s(view()) == 0.3
+
+
+def test_off_limits_nothing():
+    limit = create_step_limit(parse_config({"steps": {"limit": "off"}}).steps, SloConfig())
+    assert math.isinf(limit.limit_s(view(decode_due_s=0.0)))
+
+
+def test_an_unknown_limit_is_refused_by_name():
+    with pytest.raises(ValueError, match="'auto'; known are slack, budget, relative, off"):
+        create_step_limit(StepsConfig(limit="auto"), SloConfig())
+
+
+def waiting(*, first_due_in_s: float, **others: float) -> OnlineView:
+    """Decodes with time to spare, and a request that waits for its first token."""
+    return view(decode_due_s=101.0, first_due_s=100.0 + first_due_in_s, **others)
+
+
+def test_decodes_hold_no_offline_work_while_a_first_token_would_be_late() -> None:
+    steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.5)
+    limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
+    assert limit.decode_limit_s(waiting(first_due_in_s=1.5)) == pytest.approx(1.0)
+    assert limit.decode_limit_s(waiting(first_due_in_s=0.9)) == 0.0
+    assert limit.decode_limit_s(waiting(first_due_in_s=1.5, prefill_s=0.6)) == 0.0
+    # Online decodes take four fifths of the time: 0.2 s of prefill need a second.
+    late = waiting(first_due_in_s=1.5, prefill_s=0.2, alone_s=0.08)
+    assert limit.decode_limit_s(late) == pytest.approx(0.08)
+    # A prefill step is held against the due times as before.
+    assert limit.limit_s(late) == pytest.approx(1.0)
+
+
+def test_without_a_margin_offline_work_uses_all_of_the_slack() -> None:
+    steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.0)
+    limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
+    late = waiting(first_due_in_s=0.3, prefill_s=0.6)
+    assert limit.decode_limit_s(late) == pytest.approx(0.3) == limit.limit_s(late)

@@ -1,0 +1,254 @@
+"""What offline work joins a step, held against its limit; a linear clock makes it exact."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.config import SloConfig, StepsConfig
+from echo_sgl.policies.batch_size import create_batch_size
+from echo_sgl.policies.decode_selection import Decode, create_decode_selection
+from echo_sgl.policies.step_limit import create_step_limit
+from echo_sgl.policies.step_planner import StepPlanner
+
+NOW_S = 64.0
+
+
+class Clockwork:
+    """1 ms a prefilled token, 10 ms a decode, nothing else."""
+
+    is_ready = True
+
+    @property
+    def upper(self):
+        return self
+
+    def predict_s(self, step):
+        return 0.001 * step.prefill_tokens + 0.010 * step.num_decodes
+
+
+class Unknown(Clockwork):
+    is_ready = False
+
+    def predict_s(self, step):
+        return math.inf
+
+
+def planner(estimator=None, *, slo=None, max_decodes=64, **steps) -> StepPlanner:
+    config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **steps})
+    return StepPlanner(
+        config,
+        create_step_limit(config, slo or SloConfig(ttft_s=100.0, tpot_s=100.0)),
+        estimator or Clockwork(),
+        selection=create_decode_selection("shortest", seed=0),
+        batch_size=create_batch_size("fixed", base=8, maximum=max_decodes),
+    )
+
+
+def begin(plan, *, decodes=0, due_in_s=math.inf, first_due_in_s=math.inf, waiting=0):
+    shape = BatchShape()
+    for _ in range(decodes):
+        shape.add_decode(100)
+    plan.begin(
+        NOW_S,
+        shape,
+        decode_due_s=NOW_S + due_in_s,
+        first_due_s=NOW_S + first_due_in_s,
+        num_waiting=waiting,
+    )
+    return plan
+
+
+def chunk(plan, max_tokens=1000, page_size=1):
+    return plan.offline_chunk_tokens(
+        BatchShape(), cached_tokens=0, max_tokens=max_tokens, page_size=page_size
+    )
+
+
+def decode(number, *, context=100, is_running=True):
+    return Decode(
+        rid=str(number),
+        context_tokens=context,
+        uncached_tokens=context,
+        waiting_since_s=None if is_running else NOW_S,
+        laxity_s=math.inf,
+        is_running=is_running,
+        sequence=number,
+    )
+
+
+def test_an_offline_chunk_leaves_online_decodes_the_time_of_their_own_step():
+    plan = begin(planner(), decodes=2, due_in_s=0.3005)
+    assert chunk(plan) == 280
+
+
+def test_a_chunk_below_the_smallest_waits():
+    plan = begin(planner(min_chunk_tokens=64), decodes=2, due_in_s=0.08)
+    assert chunk(plan) == 0
+    assert chunk(plan, max_tokens=30) == 30
+
+
+def test_a_chunk_is_whole_pages():
+    assert chunk(begin(planner(), decodes=1, due_in_s=0.110), page_size=16) == 96
+
+
+def test_beside_decodes_in_the_same_step_the_whole_limit_counts():
+    plan, shape = begin(planner(), decodes=2, due_in_s=0.3005), BatchShape()
+    for _ in range(5):
+        shape.add_decode(100)
+    tokens = plan.offline_chunk_tokens(shape, cached_tokens=0, max_tokens=1000, page_size=1)
+    assert tokens == 250
+
+
+def test_without_online_requests_a_step_is_as_long_as_one_may_have_to_wait():
+    assert chunk(begin(planner(max_stall_s=0.5))) == 500
+
+
+def test_without_online_requests_something_always_runs():
+    plan = begin(planner(max_stall_s=0.0, min_chunk_tokens=64))
+    assert chunk(plan) == 64
+    assert not plan.all_decode([100, 100])
+    assert plan.choose_decodes(lambda: [decode(1), decode(2)]) == {"1"}
+
+
+def test_without_online_decodes_the_stall_comes_on_top_of_the_least_step():
+    plan = begin(planner(max_stall_s=0.03))
+    assert plan.all_decode([100] * 4)
+    assert not plan.all_decode([100] * 5)
+
+
+@pytest.mark.parametrize(
+    ("due_in_s", "defers"), [(0.2, False), (0.083, True), (-1.0, True), (math.inf, False)]
+)
+def test_offline_prefill_waits_until_the_smallest_chunk_fits_between_two_tokens(due_in_s, defers):
+    plan = begin(planner(min_chunk_tokens=64), decodes=2, due_in_s=due_in_s)
+    for last_was_prefill in (True, False):
+        args = {"online_prefill_waits": False, "last_was_prefill": last_was_prefill}
+        assert plan.decodes_first(**args) is defers
+
+
+def test_a_chunk_that_attends_to_a_long_prefix_waits_for_more_room():
+    class Attention(Clockwork):
+        def predict_s(self, step):
+            return super().predict_s(step) + 1e-6 * step.cached_tokens
+
+    plan = begin(planner(Attention(), min_chunk_tokens=64), decodes=2, due_in_s=0.1)
+    waits = {"online_prefill_waits": False, "last_was_prefill": False}
+    assert not plan.decodes_first(**waits, cached_tokens=10_000)
+    assert plan.decodes_first(**waits, cached_tokens=20_000)
+
+
+def test_online_prefill_and_online_decodes_take_turns_when_time_is_short():
+    plan = begin(planner(), decodes=2, due_in_s=0.01, first_due_in_s=1.0, waiting=1)
+    assert plan.decodes_first(online_prefill_waits=True, last_was_prefill=True)
+    assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=False)
+
+
+def test_without_a_limit_online_decodes_go_before_a_second_offline_prefill():
+    plan = begin(planner(limit="off"), decodes=2, due_in_s=0.0)
+    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
+    assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=True)
+    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
+
+
+def online_chunk(plan, max_tokens=1000, page_size=1):
+    return plan.online_chunk_tokens(
+        BatchShape(), cached_tokens=0, max_tokens=max_tokens, page_size=page_size
+    )
+
+
+def test_an_online_chunk_is_as_long_as_online_decodes_allow():
+    plan = begin(planner(), decodes=2, due_in_s=0.3005, first_due_in_s=5.0, waiting=1)
+    assert online_chunk(plan) == 280
+
+
+def test_an_online_chunk_always_makes_progress():
+    plan = begin(planner(), decodes=2, due_in_s=-1.0, first_due_in_s=5.0, waiting=1)
+    assert online_chunk(plan, page_size=16) == 64
+
+
+def test_a_first_token_that_is_more_urgent_is_not_cut_into_chunks():
+    plan = begin(planner(), decodes=2, due_in_s=0.3005, first_due_in_s=0.2, waiting=1)
+    assert online_chunk(plan) == 1000
+
+
+def test_offline_decodes_join_up_to_the_limit():
+    plan = begin(planner(), decodes=2, due_in_s=0.055)
+    assert plan.all_decode([100] * 3)
+    assert not plan.all_decode([100] * 4)
+    chosen = plan.choose_decodes(lambda: [decode(n, context=100 + n) for n in range(4)])
+    assert chosen == {"0", "1", "2"}
+
+
+def test_beside_a_late_online_decode_nobody_offline_decodes():
+    plan = begin(planner(), decodes=2, due_in_s=-0.1)
+    assert plan.choose_decodes(lambda: [decode(1), decode(2)]) == set()
+
+
+def test_the_most_decodes_of_a_step_count_online_ones():
+    plan = begin(planner(max_decodes=5), decodes=2)
+    assert plan.all_decode([100] * 3)
+    assert not plan.all_decode([100] * 4)
+
+
+def test_while_nothing_is_known_offline_work_beside_online_requests_is_small():
+    plan = begin(planner(Unknown(), min_chunk_tokens=64), decodes=3, due_in_s=9.0)
+    assert chunk(plan) == 64
+    shape = BatchShape()
+    shape.add_prefill(64)
+    assert plan.offline_chunk_tokens(shape, cached_tokens=0, max_tokens=1000, page_size=1) == 0
+    assert plan.all_decode([100] * 3)
+    assert not plan.all_decode([100] * 4)
+    chosen = plan.choose_decodes(lambda: [decode(n, is_running=n > 1) for n in range(5)])
+    assert chosen == {"2", "3", "4"}
+
+
+def test_while_nothing_is_known_and_nobody_is_online_everything_runs():
+    plan = begin(planner(Unknown()))
+    assert chunk(plan) == 1000
+    assert plan.all_decode([100] * 20)
+
+
+@given(
+    decodes=st.integers(0, 5),
+    due_in_s=st.floats(-1, 2),
+    contexts=st.lists(st.integers(1, 1000), max_size=20),
+)
+def test_online_requests_are_late_only_if_they_are_late_without_offline_work(
+    decodes, due_in_s, contexts
+):
+    plan = begin(planner(), decodes=decodes, due_in_s=due_in_s if decodes else math.inf)
+    choices = [decode(n, context=length) for n, length in enumerate(contexts)]
+    chosen = plan.choose_decodes(lambda: choices)
+    if chosen and decodes:
+        assert 0.010 * (decodes + len(chosen)) <= due_in_s + 1e-9
+
+
+def test_a_step_that_only_prefills_makes_up_for_the_decodes_that_wait():
+    plan = begin(planner(), decodes=3, due_in_s=0.1)
+    assert plan.room_s(BatchShape()) == pytest.approx(0.1 - 0.03)
+    mixed = BatchShape()
+    mixed.add_decode(100)
+    assert plan.room_s(mixed) == pytest.approx(0.1)
+    assert plan.slack_s == pytest.approx(0.1)
+
+
+def test_what_one_more_would_take_is_told_and_nothing_is_added():
+    plan = begin(planner(min_chunk_tokens=64), decodes=3, due_in_s=0.1)
+    shape = BatchShape()
+    assert plan.smallest_chunk_s(shape) == pytest.approx(0.064)
+    assert plan.smallest_chunk_s(shape, max_tokens=10) == pytest.approx(0.010)
+    assert [plan.with_decode_s(100), plan.with_decode_s(100)] == pytest.approx([0.04, 0.04])
+    assert len(shape) == 0
+
+
+@given(due_in_s=st.floats(0.0, 2.0), tokens=st.integers(1, 200))
+def test_who_is_refused_for_time_has_a_smallest_chunk_beyond_its_room(due_in_s, tokens):
+    plan = begin(planner(), decodes=2, due_in_s=due_in_s)
+    refused = chunk(plan, max_tokens=tokens) == 0
+    too_long = plan.smallest_chunk_s(BatchShape(), max_tokens=tokens) > plan.room_s(BatchShape())
+    assert refused == too_long
