@@ -9,7 +9,7 @@ add_prefill(new=4, cached=3):   key      0 1 2 3 4 5 6
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -125,6 +125,13 @@ class BatchShape:
 
 
 Step = BatchShape | BatchRow
+
+
+def decode_row(contexts: Sequence[int]) -> BatchRow | None:
+    """A step of decodes with these contexts, in tokens, made at once; None without any."""
+    if not contexts:
+        return None
+    return BatchRow(0, 0, 0, 0, len(contexts), sum(contexts), max(contexts))
 
 
 def rows_of(steps: Iterable[Step]) -> FloatArray:

@@ -23,5 +23,16 @@ class ServiceTierError(EchoError, ValueError):
         )
 
 
+class TermsError(EchoError, ValueError):
+    """A request asks for a promise or a deadline that this server does not give."""
+
+    def __init__(self, term: str, given: object, least_s: float, most_s: float) -> None:
+        self.term = term
+        super().__init__(
+            f"{term} is {given!r}; allowed are seconds above 0, at least {least_s:g} and at most "
+            f"{most_s:g}. Leave it out for what the server promises to all ([slo] in its config)."
+        )
+
+
 class UnsupportedEngineError(EchoError, RuntimeError):
     """The installed SGLang or its settings are not ones that Echo can run on."""

@@ -39,9 +39,14 @@ class PendingRequest:
     `sequence` is the position in the server's order of arrival: unlike a clock it is the
     same on every rank. `namespace` separates prompts that may never share KV cache
     (LoRA adapter, extra key, cache salt). The true output length is not here on purpose.
+
+    `deadline_s`: when the window of its job ends, on the clock that policies are given as
+    `now_s`; None without one. `work_tokens`: the tokens that it is estimated to compute.
     """
 
     rid: str
     prompt: Sequence[int]
     sequence: int
     namespace: str = ""
+    deadline_s: float | None = None
+    work_tokens: int = 0

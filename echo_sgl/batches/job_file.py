@@ -33,6 +33,7 @@ class Entry:
     model: str
     tokens: int
     prefix_key: bytes = field(repr=False)
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,29 @@ class LineProblem:
     code: str
     message: str
     param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """How much of a file is read before it is refused."""
+
+    max_lines: int
+    max_problems: int
+
+    def stop(self, line_number: int, num_entries: int, num_problems: int) -> LineProblem | None:
+        """Why reading ends before this line, or None."""
+        # A file of line ends alone has no lines, but takes as long to read.
+        if num_entries + num_problems >= self.max_lines or line_number > 10 * self.max_lines:
+            return LineProblem(
+                line_number,
+                "too_many_lines",
+                f"the file has more than {self.max_lines:,} lines; split it",
+            )
+        if num_problems >= self.max_problems:
+            return LineProblem(
+                line_number, "too_many_errors", f"{num_problems:,} lines are wrong; reading stopped"
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +134,8 @@ class LineReader:
         )
 
 
-def check_job_file(path: Path) -> JobFile:
-    """Read the whole file once and check every line.
+def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
+    """Read the whole file once and check every line; `limits` make the reading end earlier.
 
     Errors: `JobFileError` when it cannot be read or holds no line at all.
     """
@@ -122,6 +146,11 @@ def check_job_file(path: Path) -> JobFile:
     try:
         with path.open("rb") as file:
             for line_number, offset, raw in _raw_lines(file, digest):
+                if limits and (end := limits.stop(line_number, len(entries), len(problems))):
+                    problems.append(end)
+                    break
+                if is_blank(raw):
+                    continue
                 try:
                     entry = _entry(line_number, offset, raw, first_uses)
                 except LineError as error:
@@ -156,26 +185,21 @@ def _entry(line_number: int, offset: int, raw: bytes, first_uses: dict[str, int]
             "each must be used once",
             "custom_id",
         )
-    return Entry(
-        line_number,
-        offset,
-        len(raw),
-        line.custom_id,
-        line.model,
-        estimated_tokens(line, len(prompt_bytes(line))),
-        prefix_key(line),
-    )
+    try:
+        tokens, key = estimated_tokens(line, len(prompt_bytes(line))), prefix_key(line)
+    except RecursionError as error:
+        raise LineError("invalid_body", "the body is nested too deeply", "body") from error
+    return Entry(line_number, offset, len(raw), line.custom_id, line.model, tokens, key, line.url)
 
 
 def _raw_lines(file: BinaryIO, digest: hashlib._Hash) -> Iterator[tuple[int, int, bytes]]:
-    """Number, byte offset and bytes (without line end or BOM) of every line that is not blank."""
+    """Number, byte offset and bytes (without line end or BOM) of every line."""
     offset, line_number = 0, 0
     while whole := _read_line(file, digest):
         line_number += 1
         bom = codecs.BOM_UTF8 if line_number == 1 and whole.startswith(codecs.BOM_UTF8) else b""
         raw = whole[len(bom) :].rstrip(b"\r\n")
-        if not is_blank(raw):
-            yield line_number, offset + len(bom), raw
+        yield line_number, offset + len(bom), raw
         offset = file.tell()
 
 

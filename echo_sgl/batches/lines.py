@@ -89,6 +89,8 @@ def _custom_id(document: Mapping[str, Any]) -> str:
             f"custom_id has {len(custom_id)} characters; at most {MAX_CUSTOM_ID_CHARS} are allowed",
             "custom_id",
         )
+    if "\0" in custom_id:
+        raise LineError("invalid_custom_id", "custom_id holds a NUL character", "custom_id")
     return custom_id
 
 

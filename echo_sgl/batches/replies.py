@@ -80,22 +80,25 @@ class Usage:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int | None = None
+    reasoning_tokens: int = 0
 
     @classmethod
     def of_body(cls, body: Any) -> Usage:
         usage = _mapping(_mapping(body).get("usage"))
         cached = _mapping(usage.get("prompt_tokens_details")).get("cached_tokens")
+        details = _mapping(usage.get("completion_tokens_details"))
         return cls(
             _count(usage.get("prompt_tokens")),
             _count(usage.get("completion_tokens")),
             cached if isinstance(cached, int) else None,
+            _count(details.get("reasoning_tokens") or usage.get("reasoning_tokens")),
         )
 
 
 def output_record(custom_id: str, reply: Reply) -> bytes:
     """One line of an output or error file, in OpenAI's format, without its line end."""
     record = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
+        "id": new_request_id(),
         "custom_id": custom_id,
         "response": {
             "status_code": reply.status_code,
@@ -105,6 +108,31 @@ def output_record(custom_id: str, reply: Reply) -> bytes:
         "error": None,
     }
     return orjson.dumps(record)
+
+
+def unanswered_record(custom_id: str, code: str, message: str) -> bytes:
+    """One line of an error file for a request that was never answered by HTTP."""
+    record = {
+        "id": new_request_id(),
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+    return orjson.dumps(record)
+
+
+def crashed_record(custom_id: str) -> bytes:
+    """One line of an error file for a request that its server never survived."""
+    message = (
+        "the server died each time that it worked on this request, the last time on no other "
+        "request of a batch; it is not sent again by itself"
+    )
+    return unanswered_record(custom_id, "server_crashed", message)
+
+
+def new_request_id() -> str:
+    """128 random bits that name one request of a batch."""
+    return f"batch_req_{uuid.uuid4().hex}"
 
 
 def _with_error(body: Any) -> Any:

@@ -1,0 +1,79 @@
+"""Put the batch service on an ASGI app: its routes, and a dispatcher that lives as long as it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from echo_sgl.batches.api import batch_router
+from echo_sgl.batches.dispatcher import Dispatcher
+from echo_sgl.batches.line_engine import LineEngine
+from echo_sgl.batches.metrics import JobMetrics
+from echo_sgl.batches.service import BatchService
+from echo_sgl.batches.store.job_store import JobStore
+from echo_sgl.batches.tenants import Tenants
+from echo_sgl.config import BatchesConfig
+
+logger = logging.getLogger(__name__)
+
+
+class LateProgress:
+    """The dispatcher as the service sees it; it is made when the event loop runs."""
+
+    def __init__(self, engine: LineEngine) -> None:
+        self._engine = engine
+        self.dispatcher: Dispatcher | None = None
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return self._engine.endpoints
+
+    @property
+    def lines_per_s(self) -> float | None:
+        return self.dispatcher.lines_per_s if self.dispatcher else None
+
+    def wake(self) -> None:
+        if self.dispatcher:
+            self.dispatcher.wake()
+
+
+def add_batch_service(
+    app: FastAPI,
+    store: JobStore,
+    config: BatchesConfig,
+    engine: LineEngine,
+    tenants: Tenants,
+    *,
+    with_metrics: bool = False,
+) -> LateProgress:
+    """Add the routes now, and work on batches while the app's lifespan runs.
+
+    `with_metrics` shows the jobs in the process's Prometheus registry.
+    """
+    progress = LateProgress(engine)
+    service = BatchService(store, config, progress)
+    threads = ThreadPoolExecutor(8, "echo-batch-api")
+    app.include_router(batch_router(service, tenants, threads))
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def with_dispatcher(the_app: Any) -> AsyncIterator[Any]:
+        async with lifespan(the_app) as state:
+            metrics = JobMetrics.create(enabled=with_metrics)
+            dispatcher = progress.dispatcher = Dispatcher(store, config, engine, metrics)
+            dispatcher.start()
+            try:
+                yield state
+            finally:
+                await dispatcher.stop()
+                threads.shutdown(wait=False, cancel_futures=True)
+                store.close()
+                logger.info("the batch service has stopped; unfinished lines are kept")
+
+    app.router.lifespan_context = with_dispatcher
+    return progress

@@ -1,0 +1,101 @@
+"""Check an uploaded file in a process of its own: `python -m echo_sgl.batches.check_upload`.
+
+A server's process must not spend seconds of its interpreter on a user's file, nor die of it.
+Standard input: one JSON object of `CheckRules`, `path` with it. Standard output: one JSON object
+with the problems, then one JSON array a line in prefix order:
+[line_number, offset_bytes, num_bytes, custom_id, tokens].
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from echo_sgl.batches.job_file import JobFile, JobFileError, JobLimits, LineProblem, check_job_file
+
+MAX_PROBLEMS = 100
+MAX_CPU_S = 900
+NICENESS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRules:
+    """What the lines of a batch must agree with."""
+
+    endpoint: str
+    models: Sequence[str]
+    max_lines: int
+
+
+def main() -> None:
+    """Check what standard input names; the exit code is 0 also for a bad file."""
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    order = orjson.loads(sys.stdin.buffer.read())
+    path = Path(order.pop("path"))
+    for line in report(path, CheckRules(**order)):
+        sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
+    """The lines that `main` prints."""
+    try:
+        job = check_job_file(path, JobLimits(rules.max_lines, MAX_PROBLEMS))
+    except JobFileError:
+        empty = "the file holds no lines; it needs one JSON object a line"
+        yield _head([{"code": "empty_file", "message": empty, "param": None, "line": None}])
+        return
+    problems = list(job.problems) + list(_wrong_urls(job, rules.endpoint))
+    # A wrong model is said of lines that are otherwise right.
+    if not problems and rules.models:
+        job = job.restrict_models(rules.models)
+        problems = list(job.problems)
+    problems.sort(key=lambda problem: problem.line_number)
+    yield _head(
+        [_shown(problem) for problem in problems[:MAX_PROBLEMS]],
+        sorted({entry.model for entry in job.entries})[:2],
+        len(job.entries),
+    )
+    if problems:
+        return
+    for entry in job.in_prefix_order():
+        place = [entry.line_number, entry.offset, entry.length, entry.custom_id, entry.tokens]
+        yield orjson.dumps(place)
+
+
+def _wrong_urls(job: JobFile, endpoint: str) -> Iterable[LineProblem]:
+    for entry in job.entries:
+        if entry.url != endpoint:
+            yield LineProblem(
+                entry.line_number,
+                "mismatched_url",
+                f"url is {entry.url!r}, but the batch was created for {endpoint}",
+                "url",
+            )
+
+
+def _head(
+    problems: Sequence[dict[str, Any]], models: Sequence[str] = (), num_lines: int = 0
+) -> bytes:
+    return orjson.dumps({"problems": problems, "models": models, "num_lines": num_lines})
+
+
+def _shown(problem: LineProblem) -> dict[str, Any]:
+    return {
+        "code": problem.code,
+        "message": problem.message,
+        "param": problem.param,
+        "line": problem.line_number,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The end of batches and files: what was not answered is said so, and what is old goes."""
+
+from __future__ import annotations
+
+from echo_sgl.batches.replies import unanswered_record
+from echo_sgl.batches.store import batch_rows, files, work
+from echo_sgl.batches.store.batch_rows import BatchRow
+from echo_sgl.batches.store.job_store import JobStore
+from echo_sgl.batches.store.work import Result
+
+_ROWS_EACH = 1000
+_REASONS = {
+    "expired": ("batch_expired", "the completion window was over before this request was done"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was done"),
+    "completed": ("batch_unfinished", "this request was left out; retry the batch"),
+}
+
+
+def end_batches(store: JobStore, *, output_days: float) -> int:
+    """End every batch that is to end and that nobody works on; how many. Blocks.
+
+    A crash on the way is harmless: lines get their records in groups, and the state changes with
+    the files' rows in one last transaction.
+    """
+    num_ended = 0
+    while True:
+        with store.database.write() as connection:
+            live = work.live_servers(connection, store.clock()) | {store.server_id}
+            ends = ("finalizing", "cancelling")
+            batch = batch_rows.claim_batch(connection, store.server_id, live, ends)
+        if batch is None:
+            return num_ended
+        try:
+            _record_unanswered(store, batch)
+            with store.database.write() as connection:
+                batch_rows.finish_batch(
+                    connection, batch.number, store.clock(), output_days=output_days
+                )
+        except BaseException:
+            with store.database.write() as connection:
+                batch_rows.release_batch(connection, batch.number, store.server_id)
+            raise
+        num_ended += 1
+
+
+def delete_expired_files(store: JobStore) -> None:
+    """Delete files whose time is over, unless a batch still reads them. Blocks."""
+    with store.database.write() as connection:
+        gone = [
+            file
+            for file in files.expired_files(connection, store.clock())
+            if files.open_batch_of(connection, file.id) is None
+        ]
+        for file in gone:
+            files.delete_file(connection, file)
+    for file in gone:
+        if file.source == "blob":
+            store.blobs.delete(file.id)
+
+
+def _record_unanswered(store: JobStore, batch: BatchRow) -> None:
+    if not batch.total:  # ended while its file was checked: no line of it was promised
+        with store.database.write() as connection:
+            work.delete_lines(connection, batch.number)
+        return
+    code, message = _REASONS[batch.ends_as]
+    position = -1
+    while True:
+        with store.database.read() as connection:
+            left = work.unanswered(connection, batch.number, after=position, limit=_ROWS_EACH)
+        if not left:
+            return
+        position = left[-1][0]
+        results = [
+            Result(place, is_ok=False, record=unanswered_record(custom_id, code, message))
+            for place, custom_id in left
+        ]
+        with store.database.write() as connection:
+            work.record_results(
+                connection, batch.number, store.server_id, results, now_s=store.clock()
+            )

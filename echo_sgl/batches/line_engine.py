@@ -1,0 +1,94 @@
+"""The server as the dispatcher sees it; the real one is its own routes, in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import httpx
+import orjson
+
+from echo_sgl.batches.lines import EMBEDDINGS_URL, BatchLine
+from echo_sgl.batches.replies import Reply
+from echo_sgl.types import OFFLINE_SERVICE_TIER
+
+_JSON = {"Content-Type": "application/json"}
+DEADLINE_HEADER = "x-echo-deadline-s"
+# What is sent in the last moment of its window is late, not without sense.
+LEAST_DEADLINE_S = 0.001
+
+
+class LineEngine(Protocol):
+    """Answers lines."""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """URLs that the served model answers."""
+
+    def is_ready(self) -> bool:
+        """Whether lines may be sent."""
+
+    async def models(self) -> Sequence[str]:
+        """Names of the served models."""
+
+    async def send(self, url: str, content: bytes, within_s: float) -> Reply:
+        """The reply to a request that should end in so many seconds.
+
+        Never raises for what the engine does.
+        """
+
+    def abort(self, rid: str) -> None:
+        """End a request that was sent with this id; its `send` then returns."""
+
+
+class AsgiEngine:
+    """Sends lines to an ASGI app as a client would, without a socket.
+
+    So a line behaves exactly as the same request from outside: the same checks, templates,
+    tags and errors.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        endpoints: tuple[str, ...],
+        api_key: str | None,
+        is_ready: Callable[[], bool],
+        abort: Callable[[str], None],
+    ) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+            base_url="http://echo-sgl",
+            headers=headers,
+            timeout=None,
+        )
+        self.endpoints = endpoints
+        self.is_ready = is_ready
+        self.abort = abort
+
+    async def models(self) -> list[str]:
+        answer = await self._client.get("/v1/models")
+        listed = Reply.parse(answer.status_code, answer.content).body
+        data = listed.get("data") if isinstance(listed, dict) else None
+        return [str(item["id"]) for item in data or [] if isinstance(item, dict) and "id" in item]
+
+    async def send(self, url: str, content: bytes, within_s: float) -> Reply:
+        headers = {**_JSON, DEADLINE_HEADER: f"{max(LEAST_DEADLINE_S, within_s):.3f}"}
+        answer = await self._client.post(url, content=content, headers=headers)
+        request_id = answer.headers.get("x-request-id", "")
+        return Reply.parse(answer.status_code, answer.content, request_id)
+
+
+def request_head(line: BatchLine) -> bytes:
+    """The body of a line, marked as offline and open at its end for `with_rid`."""
+    body = {key: value for key, value in line.body.items() if key != "rid"}
+    if line.url != EMBEDDINGS_URL:
+        body["service_tier"] = OFFLINE_SERVICE_TIER
+    return orjson.dumps(body)[:-1]
+
+
+def with_rid(head: bytes, rid: str) -> bytes:
+    """A whole request; the id is new each time it is sent."""
+    return b'%b,"rid":"%b"}' % (head, rid.encode())

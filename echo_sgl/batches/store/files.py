@@ -1,0 +1,128 @@
+"""Rows of the table `files`, each seen only by its tenant."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, delete, func, insert, or_, select, update
+
+from echo_sgl.batches.store.database import Database
+from echo_sgl.batches.store.schema import COMPLETED, FAILED, batches, files, lines
+
+OUTCOME_OF_SOURCE = {"completed": COMPLETED, "failed": FAILED}
+_OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+_SLICE_BYTES = 1_000_000
+FileRow = Row[Any]
+
+
+def new_file_id() -> str:
+    """128 random bits: an id cannot be guessed."""
+    return f"file-{secrets.token_hex(16)}"
+
+
+def insert_file(connection: Connection, **values: Any) -> FileRow:
+    """Add a file and return its row."""
+    connection.execute(insert(files).values(**values))
+    return connection.execute(select(files).where(files.c.id == values["id"])).one()
+
+
+def find_file(connection: Connection, file_id: str, tenant: str, now_s: float) -> FileRow | None:
+    """The tenant's file of that id, unless it has expired."""
+    return connection.execute(_visible(tenant, now_s).where(files.c.id == file_id)).first()
+
+
+def list_files(
+    connection: Connection,
+    tenant: str,
+    now_s: float,
+    *,
+    purpose: str | None,
+    after: FileRow | None,
+    limit: int,
+    ascending: bool,
+) -> Sequence[FileRow]:
+    """One page of the tenant's files; `after` is the last row of the page before."""
+    query = _visible(tenant, now_s)
+    if purpose is not None:
+        query = query.where(files.c.purpose == purpose)
+    if after is not None:
+        beyond = files.c.number > after.number if ascending else files.c.number < after.number
+        query = query.where(beyond)
+    order = files.c.number if ascending else files.c.number.desc()
+    return connection.execute(query.order_by(order).limit(limit)).all()
+
+
+def count_files(connection: Connection, tenant: str) -> tuple[int, int]:
+    """How many files a tenant has, and their bytes."""
+    counts = select(func.count(), func.coalesce(func.sum(files.c.num_bytes), 0))
+    found = connection.execute(counts.where(files.c.tenant == tenant)).one()
+    return int(found[0]), int(found[1])
+
+
+def open_batch_of(connection: Connection, file_id: str) -> str | None:
+    """Id of a batch that still reads this file, if there is one."""
+    query = select(batches.c.id).where(
+        batches.c.input_file_id == file_id, batches.c.status.in_(_OPEN)
+    )
+    return connection.execute(query).scalar()
+
+
+def delete_file(connection: Connection, file: FileRow) -> None:
+    """Forget a file and, of an output or error file, the records that were its content."""
+    connection.execute(delete(files).where(files.c.number == file.number))
+    if file.source in OUTCOME_OF_SOURCE:
+        outcome = OUTCOME_OF_SOURCE[file.source]
+        connection.execute(
+            delete(lines).where(
+                lines.c.batch_number == file.batch_number, lines.c.outcome == outcome
+            )
+        )
+
+
+def extend_file(connection: Connection, file_id: str, until_s: float) -> None:
+    """Keep an input file at least until its batch ends."""
+    connection.execute(
+        update(files)
+        .where(files.c.id == file_id, files.c.expires_at_s < until_s)
+        .values(expires_at_s=until_s)
+    )
+
+
+def expired_files(connection: Connection, now_s: float) -> Sequence[FileRow]:
+    """Files whose time is over."""
+    return connection.execute(select(files).where(files.c.expires_at_s <= now_s)).all()
+
+
+def blob_ids(connection: Connection) -> set[str]:
+    """Ids of all files whose content is a blob."""
+    return set(connection.execute(select(files.c.id).where(files.c.source == "blob")).scalars())
+
+
+def record_slices(database: Database, file: FileRow) -> Iterator[bytes]:
+    """Content of an output or error file: its batch's records, about a megabyte at a time."""
+    records_each = max(1, _SLICE_BYTES * file.num_lines // max(1, file.num_bytes))
+    position = -1
+    while True:
+        query = (
+            select(lines.c.position, lines.c.record)
+            .where(
+                lines.c.batch_number == file.batch_number,
+                lines.c.position > position,
+                lines.c.outcome == OUTCOME_OF_SOURCE[file.source],
+            )
+            .order_by(lines.c.position)
+            .limit(min(records_each, 2000))
+        )
+        with database.read() as connection:
+            found = connection.execute(query).all()
+        if not found:
+            return
+        position = found[-1].position
+        yield b"".join(row.record + b"\n" for row in found)
+
+
+def _visible(tenant: str, now_s: float) -> Select[Any]:
+    is_alive = or_(files.c.expires_at_s.is_(None), files.c.expires_at_s > now_s)
+    return select(files).where(files.c.tenant == tenant, is_alive)

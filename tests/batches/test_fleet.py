@@ -1,0 +1,96 @@
+"""Servers that come after each other, or share one database."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from tests.batches.client import job, running_stub, until
+
+
+def test_what_a_stopped_server_left_is_done_by_the_next(tmp_path: Path, database_url) -> None:
+    async def first() -> str:
+        async with running_stub(tmp_path / "a", database_url=database_url, delay_s=0.01) as stub:
+            batch = await stub.create(job([f"p {index}" for index in range(400)]))
+            await stub.until(
+                batch.id,
+                lambda batch: (
+                    batch.request_counts is not None and batch.request_counts.completed > 20
+                ),
+            )
+            return batch.id
+
+    async def second(batch_id: str) -> None:
+        async with running_stub(tmp_path / "a", database_url=database_url) as stub:
+            batch = await stub.ended(batch_id)
+            assert len(await stub.records(batch.output_file_id)) == 400
+            assert batch.usage is not None
+            assert batch.usage.total_tokens == 400 * 12
+
+    batch_id = asyncio.run(first())
+    asyncio.run(second(batch_id))
+
+
+def test_two_servers_on_one_database_share_a_batch(tmp_path: Path, postgres_server, database_url):
+    if database_url is None:
+        pytest.skip("SQLite belongs to one server")
+
+    async def main() -> None:
+        options = {"database_url": database_url, "window_lines": 10}
+        async with (
+            running_stub(tmp_path / "a", **options) as one,
+            running_stub(tmp_path / "b", **options) as two,
+        ):
+            models = (one.model, two.model)
+
+            async def both_run() -> bool:
+                return all(model.num_running == 10 for model in models)
+
+            for model in models:
+                model.opened.clear()
+            batch = await one.create(job([f"p {index}" for index in range(400)]))
+            await until(both_run)
+            for model in models:
+                model.opened.set()
+            batch = await two.ended(batch.id)
+            assert len(await two.records(batch.output_file_id)) == 400
+            assert one.model.max_running == two.model.max_running == 10
+            content = await two.client.files.content(batch.input_file_id)
+            assert content.content.count(b"custom_id") == 400
+
+    asyncio.run(main())
+
+
+def test_what_a_dead_server_held_is_done_by_another_when_its_lease_ends(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    if database_url is None:
+        pytest.skip("SQLite belongs to one server")
+
+    async def main() -> None:
+        options = {"database_url": database_url, "delay_s": 0.02, "window_lines": 4}
+        async with running_stub(tmp_path / "a", **options) as stub:
+            file_id = await stub.upload(job(["hello"] * 50))
+            batch = await stub.client.batches.create(
+                input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+            await stub.http().post(f"/v1/batches/{batch.id}/pause")
+            await stub.until(batch.id, lambda found: found.status == "in_progress")
+            engine = create_engine(database_url.replace("postgresql", "postgresql+psycopg"))
+            with engine.begin() as connection:
+                held = "UPDATE ranges SET owner = 'dead'"
+                assert connection.execute(text(held)).rowcount >= 1
+                lease = {"until": time.time() + 3}
+                connection.execute(text("INSERT INTO servers VALUES ('dead', :until)"), lease)
+            engine.dispose()
+            await stub.http().post(f"/v1/batches/{batch.id}/resume")
+            batch = await stub.ended(batch.id)
+            assert batch.completed_at is not None
+            assert batch.completed_at >= int(lease["until"])
+            assert len(await stub.records(batch.output_file_id)) == 50
+
+    asyncio.run(main())
