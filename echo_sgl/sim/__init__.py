@@ -1,0 +1,1 @@
+"""What a server would do, without the server: the same policies on simulated steps."""

@@ -1,0 +1,1 @@
+"""Fleets: prefill and decode on instances of their own, with and without OOCO's two pools."""

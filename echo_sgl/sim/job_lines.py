@@ -1,0 +1,108 @@
+"""Job files as offline work: prompts as hashed blocks, so that shared prefixes stay shared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from echo_sgl.sim.trace_files import TraceFileError
+from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
+from echo_sgl.types import Task
+
+CHARS_PER_TOKEN = 4
+DEFAULT_OUTPUT_TOKENS = 256
+MAX_JOB_LINES = 1_000_000
+
+
+def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> Trace:
+    """The lines of an OpenAI batch file, all there at `at_s`.
+
+    A text is taken to have `CHARS_PER_TOKEN` characters a token; texts that begin alike share
+    their whole blocks. Answers are as long as a line allows, or `output_tokens` where that is
+    above 0 and less.
+
+    Errors: `TraceFileError` names the line.
+    """
+    blocks, prompts, outputs = [], array("q"), array("q")
+    for number, line in _lines(path):
+        body = _body(path, number, line)
+        text = _text(body)
+        if not text:
+            raise TraceFileError(
+                f"jobs {path}, line {number}: no text in body.messages, body.prompt or body.input"
+            )
+        prompts.append(-(-len(text) // CHARS_PER_TOKEN))
+        blocks.append(hashed_blocks(text))
+        most = _most_tokens(path, number, body)
+        outputs.append(min(most, output_tokens) if output_tokens else most)
+    if not blocks:
+        raise TraceFileError(f"jobs {path} holds no line")
+    return Trace(
+        Task.OFFLINE,
+        array("d", (at_s,)) * len(blocks),
+        prompts,
+        outputs,
+        blocks=blocks,
+        max_new_tokens=max(outputs),
+    )
+
+
+def hashed_blocks(text: str) -> array[int]:
+    """One id per block of a text, each over all that comes before it, too."""
+    size, digest = BLOCK_TOKENS * CHARS_PER_TOKEN, b""
+    ids = array("q")
+    for start in range(0, len(text), size):
+        part = text[start : start + size].encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(digest + part, digest_size=8).digest()
+        ids.append(int.from_bytes(digest, "big") >> 2)
+    return ids
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if number > MAX_JOB_LINES:
+                    raise TraceFileError(f"jobs {path} has more than {MAX_JOB_LINES:,} lines")
+                if line.strip():
+                    yield number, line
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceFileError(f"jobs {path} cannot be read: {error}") from error
+
+
+def _body(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceFileError(f"jobs {path}, line {number} is not JSON: {error}") from error
+    body = row.get("body") if isinstance(row, dict) else None
+    if not isinstance(body, dict):
+        raise TraceFileError(
+            f"jobs {path}, line {number} has no body; a line is an OpenAI batch request: "
+            '{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}'
+        )
+    return body
+
+
+def _text(body: dict[str, Any]) -> str:
+    messages = body.get("messages", ())
+    parts = [body.get("prompt"), body.get("input")]
+    if isinstance(messages, list):
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            many = content if isinstance(content, list) else [content]
+            parts += [one.get("text") if isinstance(one, dict) else one for one in many]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _most_tokens(path: Path, number: int, body: dict[str, Any]) -> int:
+    most = body.get("max_completion_tokens", body.get("max_tokens", DEFAULT_OUTPUT_TOKENS))
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise TraceFileError(
+            f"jobs {path}, line {number}: max_tokens is {most!r}; it must be at least 1"
+        )
+    return most

@@ -1,0 +1,134 @@
+"""The simulated KV pool: pages that requests hold alone, and pages that the tree caches.
+
+capacity = free + private to requests + tree (locked + evictable)
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import accumulate
+
+from echo_sgl.sim.prefix_tree import Node, PrefixTree
+from echo_sgl.sim.workload import SimRequest
+
+
+class OutOfKvError(AssertionError):
+    """The scheduler promised memory that is not there: a bug of the simulator."""
+
+
+class KvPool:
+    """Hands out whole pages; what it cannot give from the free ones it evicts from the tree.
+
+    Units: tokens, all multiples of `page_tokens`.
+    """
+
+    def __init__(self, capacity_tokens: int, page_tokens: int, tree: PrefixTree) -> None:
+        self.page_tokens, self.tree = page_tokens, tree
+        self.capacity_tokens = capacity_tokens // page_tokens * page_tokens
+        self.private_tokens = 0
+        self._num_answers = 0
+
+    @property
+    def free_tokens(self) -> int:
+        return self.capacity_tokens - self.private_tokens - self.tree.num_tokens
+
+    @property
+    def available_tokens(self) -> int:
+        """Free or evictable."""
+        return self.capacity_tokens - self.private_tokens - self.tree.locked_tokens
+
+    @property
+    def active_tokens(self) -> int:
+        """What requests hold, alone or under lock."""
+        return self.private_tokens + self.tree.locked_tokens
+
+    def whole_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens) * self.page_tokens
+
+    def take(self, num_tokens: int) -> None:
+        """Make so many tokens private. Errors: `OutOfKvError` when they are not there."""
+        missing = num_tokens - self.free_tokens
+        if missing > 0 and self.tree.evict(missing) < missing:
+            raise OutOfKvError(
+                f"{num_tokens} tokens were asked for; of {self.capacity_tokens} are "
+                f"{self.private_tokens} private and {self.tree.locked_tokens} locked"
+            )
+        self.private_tokens += num_tokens
+
+    def prepare(self, request: SimRequest) -> None:
+        """Cut a new request's path to whole pages: SGLang caches nothing less."""
+        if rest := request.sizes[-1] % self.page_tokens:
+            request.sizes[-1] -= rest
+            if not request.sizes[-1]:
+                request.blocks, request.sizes = request.blocks[:-1], request.sizes[:-1]
+
+    def match(self, request: SimRequest) -> int:
+        """Lock what is cached of a request; returns the tokens, at least one less than all."""
+        node, num_tokens = self.tree.match(request.blocks, request.task)
+        self.tree.lock(node)
+        most = (request.seq_tokens - 1) // self.page_tokens * self.page_tokens
+        request.node = node
+        request.prefix_tokens = request.protected_tokens = min(num_tokens, most)
+        request.computed_tokens = request.prefix_tokens
+        return request.prefix_tokens
+
+    def unmatch(self, request: SimRequest) -> None:
+        """Undo `match`: the request does not start."""
+        self.tree.unlock(_node(request))
+        request.node = None
+        request.prefix_tokens = request.protected_tokens = request.computed_tokens = 0
+
+    def compute(self, request: SimRequest, num_tokens: int) -> None:
+        """Give a prefill room for its next tokens."""
+        before = self._private_of(request)
+        request.computed_tokens += num_tokens
+        self.take(self._private_of(request) - before)
+
+    def cache(self, request: SimRequest) -> None:
+        """Put what a prefill computed into the tree; it stays locked."""
+        before, held = self._private_of(request), request.held_tokens
+        num_blocks, num_tokens = self._cached_part(request, held)
+        if num_tokens <= request.protected_tokens:
+            return
+        blocks, sizes = request.blocks[:num_blocks], request.sizes[:num_blocks]
+        node, _ = self.tree.insert(blocks, sizes, request.task)
+        self.tree.lock(node)
+        self.tree.unlock(_node(request))
+        request.node, request.protected_tokens = node, num_tokens
+        self.private_tokens += self._private_of(request) - before
+
+    def release(self, request: SimRequest) -> None:
+        """Put all that a request computed into the tree, and let go of it."""
+        held, path_tokens = request.held_tokens, sum(request.sizes)
+        private = self._private_of(request)
+        extra = (held - path_tokens) // self.page_tokens * self.page_tokens
+        if extra > 0:
+            # An id below zero: no other path has this answer.
+            self._num_answers += 1
+            request.blocks = request.blocks + array("q", (-self._num_answers,))
+            request.sizes = request.sizes + array("q", (extra,))
+        num_blocks, num_tokens = self._cached_part(request, held)
+        if num_tokens > request.protected_tokens:
+            blocks, sizes = request.blocks[:num_blocks], request.sizes[:num_blocks]
+            self.tree.insert(blocks, sizes, request.task)
+        self.tree.unlock(_node(request))
+        self.private_tokens -= private
+        request.node = None
+        request.prefix_tokens = request.protected_tokens = request.computed_tokens = 0
+
+    def _private_of(self, request: SimRequest) -> int:
+        return self.whole_pages(request.held_tokens - request.protected_tokens)
+
+    def _cached_part(self, request: SimRequest, held_tokens: int) -> tuple[int, int]:
+        """Blocks of a request's path whose KV exists in whole, and their tokens."""
+        num_blocks = num_tokens = 0
+        for end in accumulate(request.sizes):
+            if end > held_tokens:
+                break
+            num_blocks, num_tokens = num_blocks + 1, end
+        return num_blocks, num_tokens
+
+
+def _node(request: SimRequest) -> Node:
+    assert isinstance(request.node, Node), f"{request.rid} holds no path"
+    return request.node

@@ -1,0 +1,106 @@
+"""Where simulated offline requests wait: the order of the policies, as in the server."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, MutableSequence
+from itertools import count, islice
+
+from echo_sgl.policies.deadline_order import DeadlineOrder
+from echo_sgl.policies.deadlines import RateMeter
+from echo_sgl.policies.offline_order import PrefixNeed
+from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
+from echo_sgl.sim.workload import SimRequest
+from echo_sgl.types import PendingRequest
+
+MEAN_WEIGHT = 0.02
+
+
+class SimOfflinePool:
+    """Waiting requests in policy order, and the paths of those that started.
+
+    Estimates of work know answers that ended, never the true length of one that did not.
+    `on_change` is told each path whose request comes, starts or goes.
+    """
+
+    def __init__(self, order: DeadlineOrder) -> None:
+        self._order, self._rate = order, RateMeter()
+        self._waiting: dict[str, tuple[SimRequest, PendingRequest]] = {}
+        self._started: dict[str, PendingRequest] = {}
+        self._started_by_prefix = PrefixIndex()
+        self._sequences = count()
+        self._tokens_done = 0
+        self._mean_output_tokens: float | None = None
+        self.on_change: Callable[[array[int]], None] = lambda blocks: None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def cursor(self) -> PrefixKey | None:
+        return self._order.cursor
+
+    def need(self, namespace: str, path: MutableSequence[int]) -> tuple[int, PrefixNeed]:
+        need = self._order.need(namespace, path)
+        return need.num_waiting + self._started_by_prefix.count_through(namespace, path), need
+
+    def add(self, request: SimRequest, *, resumed: bool) -> None:
+        self._forget_start(request)
+        if request.sequence < 0:
+            request.sequence = next(self._sequences)
+        pending = PendingRequest(
+            rid=request.rid,
+            prompt=request.blocks,
+            sequence=request.sequence,
+            deadline_s=request.deadline_s if math.isfinite(request.deadline_s) else None,
+            work_tokens=request.seq_tokens + self._expected_output(request),
+        )
+        self._order.add(pending, resumed=resumed)
+        self._waiting[request.rid] = request, pending
+        self.on_change(request.blocks)
+
+    def take(self, request: SimRequest) -> None:
+        """Remove a request because it starts."""
+        _, pending = self._waiting.pop(request.rid)
+        self._order.take(pending)
+        self._started[request.rid] = pending
+        self._started_by_prefix.add(pending)
+        self.on_change(request.blocks)
+
+    def end(self, request: SimRequest) -> None:
+        """A request that started is done."""
+        self._forget_start(request)
+        self._tokens_done += request.seq_tokens
+        mean = self._mean_output_tokens
+        weight = 1.0 if mean is None else MEAN_WEIGHT
+        self._mean_output_tokens = (mean or 0.0) + weight * (request.num_outputs - (mean or 0.0))
+
+    def upcoming(self, limit: int) -> list[SimRequest]:
+        """The next in the policy's order; they stay."""
+        return [self._waiting[one.rid][0] for one in islice(self._order.upcoming(), limit)]
+
+    def advance(self, now_s: float, *, is_running: bool) -> None:
+        """Measure the rate, let a late job go ahead."""
+        if not len(self) and not is_running:
+            self._rate.pause()
+            return
+        self._rate.observe(now_s, self._tokens_done)
+        self._tokens_done = 0
+        self._order.escalate(now_s, self._rate.tokens_per_s)
+
+    def laxity_s(self, request: SimRequest, now_s: float) -> float:
+        if math.isinf(request.deadline_s):
+            return math.inf
+        rate = self._rate.tokens_per_s
+        return self._order.book.laxity_s(request.deadline_s, now_s, rate)
+
+    def _forget_start(self, request: SimRequest) -> None:
+        if (pending := self._started.pop(request.rid, None)) is not None:
+            self._started_by_prefix.remove(pending)
+            self.on_change(request.blocks)
+
+    def _expected_output(self, request: SimRequest) -> int:
+        mean = self._mean_output_tokens
+        most = request.max_new_tokens
+        return most if mean is None else min(most, math.ceil(mean))

@@ -1,0 +1,247 @@
+"""How much hardware keeps the online SLO at the peak, and what offline work it leaves room for.
+
+    trace ---- peak five minutes ----> smallest (KV, instances) that keeps the SLO, alone
+          ---- the whole of it  -----> offline tokens beside it on that hardware
+
+Source: Echo 5.4, its two steps.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from echo_sgl.estimators.budget import Target
+from echo_sgl.estimators.floor import slo_floor
+from echo_sgl.sim.results import SimResults
+from echo_sgl.sim.server import Progress, simulate
+from echo_sgl.sim.server_config import ServerConfig
+from echo_sgl.sim.workload import Trace
+
+PEAK_S = 300.0
+SHORT_OF_KV_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Instances of one server, each with its own KV pool."""
+
+    kv_tokens: int
+    num_instances: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeakTrial:
+    """The peak on one resource without offline work. `load`: value over limit, by target."""
+
+    resource: Resource
+    load: dict[str, float]
+    values_s: dict[str, float]
+    binds: str
+    results: SimResults
+
+    @property
+    def is_kept(self) -> bool:
+        return not self.results.refused and max(self.load.values()) <= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was tried, and the whole trace on the smallest resource that keeps the SLO."""
+
+    peak_start_s: float
+    num_peak_requests: int
+    trials: tuple[PeakTrial, ...]
+    chosen: Resource | None
+    whole: SimResults | None
+    whole_load: dict[str, float]
+    num_lines: int
+    num_share_lines: int
+
+    @property
+    def binds(self) -> str:
+        """Which limit binds on the largest resource that was tried."""
+        return self.trials[-1].binds
+
+    @property
+    def offline_tokens_per_s(self) -> float:
+        """Of all instances, while there were lines to do."""
+        whole = self.whole
+        if whole is None or self.chosen is None or not whole.offline_tokens:
+            return 0.0
+        end_s = whole.offline_end_s if self.is_all_done else whole.end_s
+        return whole.offline_tokens / (end_s - whole.start_s) * self.chosen.num_instances
+
+    @property
+    def is_all_done(self) -> bool:
+        """Whether the offline lines ended before the trace did."""
+        return self.whole is not None and self.whole.offline_done == self.num_share_lines
+
+    def price_per_million(self, price_per_hour: float) -> float | None:
+        """Money per million offline tokens if they paid for the whole hardware."""
+        if not self.offline_tokens_per_s or self.chosen is None:
+            return None
+        tokens_per_hour = self.offline_tokens_per_s * 3600
+        return price_per_hour * self.chosen.num_instances / tokens_per_hour * 1e6
+
+
+def make_plan(
+    config: ServerConfig,
+    online: Trace,
+    offline: Trace,
+    targets: Sequence[Target],
+    resources: Sequence[Resource],
+    *,
+    on_progress: Callable[[str, float], None] = lambda what, share: None,
+) -> Plan:
+    """Try the resources in order of size until one keeps the SLO at the peak; then run it all.
+
+    Requests go to the instances in turn, offline lines as one stretch of the file each. Of equal
+    instances the first one is simulated. Units: seconds, tokens.
+    """
+    peak_start_s = busiest_start_s(online)
+    peak = online.between(peak_start_s, peak_start_s + PEAK_S)
+    trials: list[PeakTrial] = []
+    ordered = sorted(resources, key=lambda one: (one.kv_tokens * one.num_instances, one.kv_tokens))
+    for resource in ordered:
+        on_progress(f"peak on {describe(resource)}", len(trials) / len(ordered))
+        trials.append(_try_peak(config, peak, targets, resource))
+        if trials[-1].is_kept:
+            break
+    chosen = trials[-1].resource if trials[-1].is_kept else None
+    whole, load = None, dict[str, float]()
+    lines = line_share(offline, chosen.num_instances) if chosen else offline
+    if chosen is not None:
+        what = f"whole trace on {describe(chosen)}"
+        end_s = max(online.at_s[-1], 1e-9)
+        whole = _run(
+            _sized(config, chosen),
+            instance_share(online, chosen.num_instances),
+            lines,
+            until_s=end_s,
+            on_progress=lambda now_s: on_progress(what, min(1.0, now_s / end_s)),
+        )
+        load = whole.load(targets)
+    return Plan(
+        peak_start_s, len(peak), tuple(trials), chosen, whole, load, len(offline), len(lines)
+    )
+
+
+def busiest_start_s(trace: Trace) -> float:
+    """When the `PEAK_S` seconds with the most tokens begin: with one of the arrivals."""
+    best_tokens, best_s, tokens, end = -1, 0.0, 0, 0
+    lengths = [a + b for a, b in zip(trace.prompt_tokens, trace.output_tokens, strict=True)]
+    for start, at_s in enumerate(trace.at_s):
+        while end < len(trace) and trace.at_s[end] < at_s + PEAK_S:
+            tokens += lengths[end]
+            end += 1
+        if tokens > best_tokens:
+            best_tokens, best_s = tokens, at_s
+        tokens -= lengths[start]
+    return best_s
+
+
+def instance_share(trace: Trace, num_instances: int) -> Trace:
+    """What the first of so many instances gets: every n-th request."""
+    return trace if num_instances == 1 else trace.pick(range(0, len(trace), num_instances))
+
+
+def line_share(trace: Trace, num_instances: int) -> Trace:
+    """The first stretch of a job, in order of prompts: lines that share a prefix stay together."""
+    blocks = trace.blocks
+    if num_instances == 1 or blocks is None:
+        return instance_share(trace, num_instances)
+    numbers = sorted(range(len(trace)), key=lambda i: blocks[i])
+    share = trace.pick(numbers[: -(-len(numbers) // num_instances)])
+    return replace(share, at_s=array("d", sorted(share.at_s)))
+
+
+def describe(resource: Resource) -> str:
+    many = "instance" if resource.num_instances == 1 else "instances"
+    return f"{resource.num_instances} {many} of {resource.kv_tokens:,} KV tokens"
+
+
+def out_of_range(results: SimResults, largest: dict[str, int] | None) -> Iterator[str]:
+    """Where simulated steps were larger than any that the profile was measured on."""
+    if largest is None:
+        yield (
+            "the profile does not say which steps it was measured on (it is from before "
+            "echo-sgl wrote that); calibrate again to have times outside of them noticed"
+        )
+        return
+    for name, value in results.largest_row._asdict().items():
+        if name in largest and value > largest[name]:
+            yield (
+                f"steps had a {name} of up to {value:,}; the profile was measured on 0 to "
+                f"{largest[name]:,}, and beyond that its times are a guess"
+            )
+
+
+def _try_peak(
+    config: ServerConfig, peak: Trace, targets: Sequence[Target], resource: Resource
+) -> PeakTrial:
+    sized = _sized(config, resource)
+    share = instance_share(peak, resource.num_instances)
+    results = _run(sized, share, None)
+    return PeakTrial(
+        resource,
+        results.load(targets),
+        {one.name: results.statistic_s(one.metric, one.statistic) for one in targets},
+        binding_limit(sized, share, results, targets),
+        results,
+    )
+
+
+def binding_limit(
+    config: ServerConfig, trace: Trace, results: SimResults, targets: Sequence[Target]
+) -> str:
+    """What keeps a resource from keeping the SLO, in words; "nothing" if it is kept."""
+    broken = [name for name, load in results.load(targets).items() if load > 1.0]
+    if not broken and not results.refused:
+        return "nothing"
+    if results.refused:
+        return (
+            f"KV memory: {results.refused} requests are longer than a pool of "
+            f"{config.kv_tokens:,} tokens"
+        )
+    median_tokens = round(statistics.median(trace.prompt_tokens))
+    floor = slo_floor(
+        config.device, prompt_tokens=median_tokens, chunk_tokens=config.chunked_prefill_tokens
+    )
+    for target in targets:
+        least_s = floor.ttft_s if target.metric == "ttft" else floor.tpot_s
+        if target.name in broken and least_s > target.limit_s:
+            return (
+                f"the device: a request of {median_tokens} tokens alone has a {target.metric} "
+                f"of {least_s:.3g} s, above the {target.limit_s:g} s of {target.name}"
+            )
+    if results.num_memory_waits > SHORT_OF_KV_SHARE * results.num_steps:
+        return (
+            f"KV memory: at {results.num_memory_waits / results.num_steps:.0%} of the steps a "
+            f"request waited for room in a pool of {config.kv_tokens:,} tokens"
+        )
+    if results.largest_row.num_decodes >= config.max_running_requests:
+        return f"max_running_requests: {config.max_running_requests} requests decoded at once"
+    busy = results.busy_s / results.duration_s if results.duration_s else 0.0
+    return (
+        f"computing time: steps ran {busy:.0%} of the time, up to {results.longest_queue} "
+        f"requests waited; broken are {', '.join(broken)}"
+    )
+
+
+def _sized(config: ServerConfig, resource: Resource) -> ServerConfig:
+    return replace(config, kv_tokens=resource.kv_tokens)
+
+
+def _run(
+    config: ServerConfig,
+    online: Trace,
+    offline: Trace | None,
+    *,
+    until_s: float = math.inf,
+    on_progress: Progress | None = None,
+) -> SimResults:
+    return simulate(config, online, offline, until_s=until_s, on_progress=on_progress)

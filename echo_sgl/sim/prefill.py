@@ -1,0 +1,298 @@
+"""Which prefills join a simulated step: online first, offline ones in what they leave.
+
+Follows SGLang's `PrefillAdder` and `engine/admission.py`: the first request that is refused
+ends the pass, one prefill at a time may be between chunks.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from itertools import islice
+
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.policies.candidates import Candidate, length_bucket, rank
+from echo_sgl.policies.eviction_order import Worth, worth_of
+from echo_sgl.sim.scheduler import SimScheduler, StepPlan
+from echo_sgl.sim.workload import SimRequest
+
+# As in the engine: see `offline_pool.MAX_OFFERED`, `weighing` and `admission`.
+MAX_OFFERED, MAX_VICTIMS, MAX_PASSED_OVER, MIN_SHARED_TOKENS = 64, 16, 8, 32
+
+
+class Verdict(Enum):
+    """What became of a request in this pass."""
+
+    ADDED = auto()
+    NO_MEMORY = auto()
+    REFUSED = auto()
+
+
+class PrefillPass:
+    """One pass over who could be prefilled in this step."""
+
+    def __init__(self, scheduler: SimScheduler) -> None:
+        self._scheduler, self._kv = scheduler, scheduler.kv
+        config = scheduler.config
+        self._planner, self._page = scheduler.planner, config.page_tokens
+        self._chunk_left = config.chunked_prefill_tokens
+        self._input_left = config.max_prefill_tokens
+        self._shape = scheduler.decode_shape() if config.enable_mixed_chunk else BatchShape()
+        self._promised_tokens = 0
+        self._planned_offline_tokens = 0
+        self._has_unfinished = False
+        self._prefills: list[tuple[SimRequest, int, int]] = []
+
+    def run(self) -> StepPlan | None:
+        """The prefills of this step, with their memory taken; None without any."""
+        scheduler = self._scheduler
+        was_full = scheduler.is_full and scheduler.num_running > 0
+        set_aside = scheduler.park_chunk()
+        scheduler.shed()
+        offered = [] if was_full else self._offer()
+        if scheduler.chunked is not None:
+            self._add_chunk_of(scheduler.chunked)
+        if self._add_online() and offered:
+            self._add_offline_of(offered)
+        if set_aside is not None:
+            scheduler.pool.add(set_aside, resumed=True)
+        if not self._prefills:
+            scheduler.is_full = scheduler.is_full or was_full
+            return None
+        return self._plan()
+
+    def _plan(self) -> StepPlan:
+        scheduler = self._scheduler
+        decodes = scheduler.config.enable_mixed_chunk and scheduler.num_running > 0
+        if decodes:
+            self._kv.take(scheduler.online.growth_tokens + scheduler.offline.growth_tokens)
+        return StepPlan(self._shape.row(), self._prefills, decodes=decodes)
+
+    # ---- who -------------------------------------------------------------------------------
+
+    def _offer(self) -> list[SimRequest]:
+        """The offline candidates of this pass, the best of the first few first."""
+        scheduler = self._scheduler
+        if not len(scheduler.pool):
+            return []
+        steps, offline = scheduler.config.echo.steps, scheduler.config.echo.offline
+        limit = min(MAX_OFFERED, self._free_slots() + steps.candidates)
+        if offline.max_running_requests:
+            running = len(scheduler.offline) + len(scheduler.parked)
+            running += scheduler.chunked is not None and scheduler.chunked.is_offline
+            limit = min(limit, offline.max_running_requests - running)
+        offered = scheduler.pool.upcoming(max(0, limit))
+        return self._weighed(offered, steps.candidates)
+
+    def _free_slots(self) -> int:
+        scheduler = self._scheduler
+        taken = scheduler.num_running + len(scheduler.parked) + len(self._prefills)
+        return scheduler.config.max_running_requests - taken
+
+    def _weighed(self, offered: list[SimRequest], num_candidates: int) -> list[SimRequest]:
+        head = offered[:num_candidates]
+        if len(head) < 2 or not self._planner.estimator.is_ready:
+            return offered
+        tree = self._kv.tree
+        victims = [
+            (num_tokens, worth_of(facts) is Worth.PENDING)
+            for num_tokens, facts in islice(tree.next_victims(), MAX_VICTIMS)
+        ]
+        candidates = [self._candidate(one, victims) for one in head]
+        ranked = rank(candidates, BatchShape(), self._planner.estimator.upper)
+        places = {rid: place for place, rid in enumerate(ranked)}
+        first = head[0]
+        head.sort(key=lambda one: (one.num_passed_over < MAX_PASSED_OVER, places[one.rid]))
+        first.num_passed_over += head[0] is not first
+        return [*head, *offered[len(head) :]]
+
+    def _candidate(self, request: SimRequest, victims: list[tuple[int, bool]]) -> Candidate:
+        scheduler, tokens = self._scheduler, request.seq_tokens
+        cached = min(self._kv.tree.cached_tokens(request.blocks), tokens - 1)
+        missing, needed = tokens - cached - self._kv.free_tokens, 0
+        for num_tokens, is_needed in victims:
+            if missing <= 0:
+                break
+            needed += min(missing, num_tokens) if is_needed else 0
+            missing -= num_tokens
+        return Candidate(
+            rid=request.rid,
+            new_tokens=tokens - cached,
+            cached_tokens=cached,
+            evicted_needed_tokens=needed,
+            age_s=0.0,
+            laxity_s=scheduler.pool.laxity_s(request, scheduler.now_s),
+            length_bucket=length_bucket(tokens),
+        )
+
+    # ---- chunks and online -----------------------------------------------------------------
+
+    def _add_chunk_of(self, request: SimRequest) -> None:
+        """The next chunk of the request that is between chunks."""
+        most = min(request.seq_tokens - request.computed_tokens, self._budget())
+        room = (
+            self._offline_room(request, most)
+            if request.is_offline
+            else self._online_room(request, most)
+        )
+        new = room or min(most, self._page)
+        self._join(request, new)
+
+    def _add_online(self) -> bool:
+        """Add those that wait; whether the pass may go on to offline ones."""
+        scheduler = self._scheduler
+        while scheduler.waiting:
+            request = scheduler.waiting[0]
+            if self._has_unfinished or self._budget() <= 0:
+                return False
+            if self._free_slots() <= 0 and not scheduler.retract_first():
+                scheduler.is_full = True
+                return False
+            verdict = self._try_add(request)
+            while verdict is Verdict.NO_MEMORY and self._can_make_room(request):
+                if not scheduler.retract_first():
+                    break
+                verdict = self._try_add(request)
+            if verdict is not Verdict.ADDED:
+                is_full = verdict is Verdict.NO_MEMORY
+                scheduler.is_full = scheduler.is_full or is_full
+                scheduler.results.num_memory_waits += is_full
+                return False
+            scheduler.waiting.popleft()
+            tokens = request.seq_tokens
+            self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
+        return not self._has_unfinished and self._budget() > 0
+
+    def _can_make_room(self, request: SimRequest) -> bool:
+        scheduler = self._scheduler
+        offline = scheduler.offline
+        freed = offline.seq_tokens + offline.left_tokens * scheduler.new_token_ratio
+        freed += sum(one.seq_tokens for one in scheduler.parked.values())
+        needed = request.seq_tokens + request.max_new_tokens - request.num_outputs + self._page
+        return needed <= self._rem_total_tokens() + freed
+
+    # ---- offline ---------------------------------------------------------------------------
+
+    def _add_offline_of(self, offered: list[SimRequest]) -> None:
+        for request in offered:
+            if self._has_unfinished or self._budget() <= 0:
+                return
+            if self._free_slots() <= 0:
+                self._scheduler.is_full = True
+                return
+            verdict = self._try_add(request)
+            if verdict is not Verdict.ADDED:
+                is_full = verdict is Verdict.NO_MEMORY
+                self._scheduler.is_full = self._scheduler.is_full or is_full
+                return
+            self._scheduler.pool.take(request)
+
+    def _is_held_back(self, request: SimRequest) -> bool:
+        """Whether the reserve keeps an offline request from starting."""
+        scheduler = self._scheduler
+        growth = 0.0
+        if scheduler.offline or self._planned_offline_tokens:
+            left = scheduler.offline.left_tokens + request.max_new_tokens - request.num_outputs
+            growth = left * scheduler.new_token_ratio
+        new = request.seq_tokens - self._kv.tree.locked_prefix_tokens(request.blocks)
+        planned = self._planned_offline_tokens + int(growth)
+        return scheduler.offline_tokens + planned + new > scheduler.offline_limit_tokens
+
+    def _prefix_is_being_computed(self, request: SimRequest, prefix_tokens: int) -> bool:
+        """Whether a neighbour computes now what this one would: one step later it is a hit."""
+        wanted = prefix_tokens + max(MIN_SHARED_TOKENS, self._page)
+        if wanted > request.seq_tokens - 1:
+            return False
+        num_blocks = num_tokens = 0
+        while num_tokens < wanted and num_blocks < len(request.blocks):
+            num_tokens += request.sizes[num_blocks]
+            num_blocks += 1
+        if num_tokens < wanted:
+            return False
+        start = request.blocks[:num_blocks]
+        neighbours = [one for one, _, _ in self._prefills[-1:]] + self._scheduler.launched[-1:]
+        return any(one.blocks[:num_blocks] == start for one in neighbours)
+
+    # ---- admission -------------------------------------------------------------------------
+
+    def _try_add(self, request: SimRequest) -> Verdict:
+        """SGLang's `add_one_req`; a request that is not added stays as it was."""
+        if request.is_offline and self._is_held_back(request):
+            return Verdict.REFUSED
+        prefix_tokens = self._kv.match(request)
+        verdict = self._admit(request, prefix_tokens)
+        if verdict is not Verdict.ADDED:
+            self._kv.unmatch(request)
+        return verdict
+
+    def _admit(self, request: SimRequest, prefix_tokens: int) -> Verdict:
+        need = request.seq_tokens - prefix_tokens
+        if request.is_offline and self._prefix_is_being_computed(request, prefix_tokens):
+            return Verdict.REFUSED
+        left = request.max_new_tokens - request.num_outputs
+        if need + left + self._page >= self._rem_total_tokens():
+            return Verdict.NO_MEMORY
+        budget = min(self._budget(), self._offline_most()) if request.is_offline else self._budget()
+        most = min(need, budget)
+        if request.is_offline:
+            new = self._offline_room(request, most)
+        else:
+            new = self._online_room(request, most)
+        if new < need:
+            new = new // self._page * self._page
+        if new <= 0:
+            return Verdict.REFUSED
+        self._join(request, new)
+        self._scheduler.results.note_start(request)
+        if request.cached_tokens is None:
+            request.cached_tokens = prefix_tokens
+        if request.is_offline:
+            self._planned_offline_tokens += need
+        return Verdict.ADDED
+
+    def _join(self, request: SimRequest, new: int) -> None:
+        cached = request.computed_tokens
+        self._kv.compute(request, new)
+        self._shape.add_prefill(new, cached)
+        self._prefills.append((request, new, cached))
+        self._chunk_left -= new
+        self._input_left -= new
+        is_complete = request.computed_tokens == request.seq_tokens
+        self._scheduler.chunked = None if is_complete else request
+        self._has_unfinished = not is_complete
+        if is_complete:
+            self._promised_tokens += request.max_new_tokens - request.num_outputs
+        else:
+            # What is left of it comes with its next chunks.
+            self._promised_tokens += request.seq_tokens - request.computed_tokens
+
+    def _budget(self) -> int:
+        return min(self._chunk_left, self._input_left)
+
+    def _offline_most(self) -> int:
+        scheduler = self._scheduler
+        limit = scheduler.config.echo.offline.max_prefill_tokens_per_step
+        is_beside = scheduler.online_prefill_waits() or bool(scheduler.online)
+        return limit if limit and is_beside else self._chunk_left
+
+    def _rem_total_tokens(self) -> float:
+        """What can still be promised, SGLang's estimate of running answers taken off."""
+        scheduler = self._scheduler
+        left = scheduler.online.left_tokens + scheduler.offline.left_tokens
+        promised = left * scheduler.new_token_ratio + self._promised_tokens
+        return self._kv.available_tokens - promised
+
+    def _online_room(self, request: SimRequest, most: int) -> int:
+        return self._planner.online_chunk_tokens(
+            self._shape,
+            cached_tokens=request.computed_tokens,
+            max_tokens=most,
+            page_size=self._page,
+        )
+
+    def _offline_room(self, request: SimRequest, most: int) -> int:
+        return self._planner.offline_chunk_tokens(
+            self._shape,
+            cached_tokens=request.computed_tokens,
+            max_tokens=most,
+            page_size=self._page,
+        )

@@ -1,0 +1,406 @@
+"""One simulated scheduler: SGLang's steps, and Echo's objects deciding what is in them.
+
+Follows `engine/scheduler.py` and `engine/step_control.py` call by call. It knows of a request
+what the engine knows; how long an answer will be is asked by `server.py` only, which passes
+the steps that are left to `DecodeGroup` and never to a policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from echo_sgl.batch_shape import BatchRow, BatchShape
+from echo_sgl.config import SloConfig
+from echo_sgl.estimators.kv_demand import create_kv_demand
+from echo_sgl.estimators.live import LiveBatchTime
+from echo_sgl.policies.batch_size import create_batch_size
+from echo_sgl.policies.deadline_order import DeadlineOrder
+from echo_sgl.policies.decode_selection import Decode, create_decode_selection
+from echo_sgl.policies.offline_order import create_offline_order
+from echo_sgl.policies.preemption import Holder, preemption_order
+from echo_sgl.policies.reserve import BurstReserve
+from echo_sgl.policies.step_limit import Promise, StepLimit, create_step_limit
+from echo_sgl.policies.step_planner import StepPlanner
+from echo_sgl.policies.working_set import WorkingSet
+from echo_sgl.sim.decode_group import DecodeGroup, SummedShape
+from echo_sgl.sim.estimator_feed import EstimatorFeed
+from echo_sgl.sim.kv_pool import KvPool
+from echo_sgl.sim.offline_pool import SimOfflinePool
+from echo_sgl.sim.prefix_tree import PrefixTree
+from echo_sgl.sim.results import SimResults
+from echo_sgl.sim.server_config import ServerConfig
+from echo_sgl.sim.workload import SimRequest
+
+BASE_DECODES = 8
+MAX_SUMMED = 64
+# SGLang's ratio of an answer's limit that it plans for: where it starts, ends, and how fast.
+INIT_NEW_TOKEN_RATIO, MIN_RATIO_SHARE, RATIO_DECAY_STEPS = 0.7, 0.14, 600
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step that is about to run. `prefills`: request, new tokens, cached tokens before them.
+
+    `device_s`: what it takes there, which is what the estimator learns from.
+    """
+
+    row: BatchRow
+    prefills: list[tuple[SimRequest, int, int]] = field(default_factory=list)
+    decodes: bool = False
+    device_s: float = 0.0
+
+
+class SimScheduler:
+    """Queues, memory and decisions of one simulated server.
+
+    `steps_left` tells how many decode steps a request has left: the oracle's, used only to let
+    a `DecodeGroup` know when to stop.
+    """
+
+    def __init__(
+        self, config: ServerConfig, results: SimResults, steps_left: Callable[[SimRequest], int]
+    ) -> None:
+        self.config, self.results, self._steps_left = config, results, steps_left
+        self.pool = _offline_pool(config)
+        self._set_up_memory()
+        self._set_up_planning()
+        self._set_up_requests()
+        self.now_s = 0.0
+        self._begun_s: float | None = None
+        self._last_online_s: float | None = None
+
+    def _set_up_memory(self) -> None:
+        """The pool, its tree, and the reserve in it."""
+        config, cache = self.config, self.config.echo.cache
+        capacity = config.kv_tokens // config.page_tokens * config.page_tokens
+        working_set = WorkingSet(
+            limit_tokens=int(cache.protected_share * capacity), window_s=cache.protected_window_s
+        )
+        cache_order = "lru" if cache.order == "stock" else cache.order
+        self.tree = PrefixTree(cache_order, self.pool, working_set)
+        self.pool.on_change = self.tree.prompt_changed
+        self.kv = KvPool(capacity, config.page_tokens, self.tree)
+        reserve = config.echo.reserve
+        self.reserve = BurstReserve(reserve, create_kv_demand(reserve), capacity)
+        self.online_tokens = 0
+
+    def _set_up_planning(self) -> None:
+        """What a step will take, and what may be in it."""
+        config, echo = self.config, self.config.echo
+        self.estimator = _estimator(config)
+        self.planner = StepPlanner(
+            echo.steps,
+            create_step_limit(echo.steps, echo.slo),
+            self.estimator,
+            selection=create_decode_selection(echo.steps.decode_selection, seed=echo.offline.seed),
+            batch_size=create_batch_size(
+                echo.steps.batch_size,
+                base=min(BASE_DECODES, config.max_running_requests),
+                maximum=config.max_running_requests,
+            ),
+        )
+        self.feed = EstimatorFeed(self.estimator, is_exact=not config.noise)
+        # Most limits hold nothing between steps; then a step without offline work needs none.
+        keeps_steps = type(self.planner.limit).note_step is not StepLimit.note_step
+        self._forgets_steps = not keeps_steps and echo.steps.batch_size == "fixed"
+
+    def _set_up_requests(self) -> None:
+        """Who decodes, prefills, sits out and waits."""
+        page, self.promise = self.config.page_tokens, _promise(self.config.echo.slo)
+        self.online = DecodeGroup(page, ttft_s=self.promise.ttft_s, tpot_s=self.promise.tpot_s)
+        self.offline = DecodeGroup(page)
+        self.parked: dict[str, SimRequest] = {}
+        self.waiting: deque[SimRequest] = deque()
+        self.chunked: SimRequest | None = None
+        self.done: list[SimRequest] = []
+        self.launched: list[SimRequest] = []
+        self.is_full = self.last_was_prefill = False
+        self.new_token_ratio = self._init_ratio = INIT_NEW_TOKEN_RATIO * min(
+            self.config.schedule_conservativeness, 1 / INIT_NEW_TOKEN_RATIO
+        )
+
+    # ---- what is there ---------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(
+            self.waiting
+            or self.chunked
+            or self.online
+            or self.offline
+            or self.parked
+            or len(self.pool)
+        )
+
+    @property
+    def num_running(self) -> int:
+        return len(self.online.members) + len(self.offline.members)
+
+    @property
+    def offline_tokens(self) -> int:
+        """Active KV that is not charged to online requests."""
+        return max(0, self.kv.active_tokens - self.online_tokens)
+
+    @property
+    def offline_limit_tokens(self) -> int:
+        return self.reserve.offline_limit_tokens(self.now_s)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether only online requests decode: then there is nothing to decide.
+
+        What a step was is noted nevertheless where a policy keeps count of it.
+        """
+        return self._forgets_steps and not (
+            self.waiting or self.chunked or self.offline.members or self.parked or len(self.pool)
+        )
+
+    def online_prefill_waits(self) -> bool:
+        return bool(self.waiting) or (self.chunked is not None and not self.chunked.is_offline)
+
+    # ---- one step --------------------------------------------------------------------------
+
+    def begin(self, now_s: float) -> None:
+        """Take in what runs and waits, before anything is decided."""
+        if self._begun_s is not None:
+            self.planner.limit.note_step(self._last_online_s, now_s - self._begun_s)
+        self._begun_s, self.now_s = None, now_s
+        self.tree.now_s = now_s
+        self.feed.advance(now_s)
+        if self.is_quiet:
+            self._observe_use(now_s, self.online.seq_tokens)
+            return
+        self.pool.advance(now_s, is_running=bool(self.offline) or bool(self.parked))
+        chunked = self.chunked if self.chunked and not self.chunked.is_offline else None
+        online_tokens = self.online.seq_tokens + (chunked.seq_tokens if chunked else 0)
+        first_s = min(
+            self.waiting[0].arrival_s if self.waiting else math.inf,
+            chunked.arrival_s if chunked else math.inf,
+        )
+        self.planner.begin(
+            now_s,
+            self.online.shape(),
+            decode_due_s=self.online.due_s,
+            first_due_s=first_s + self.promise.ttft_s,
+            num_waiting=len(self.waiting) + (chunked is not None),
+            waiting_tokens=self._waiting_tokens(chunked),
+        )
+        self._observe_use(now_s, online_tokens)
+
+    def _waiting_tokens(self, chunked: SimRequest | None) -> int:
+        """What online requests have to prefill; those far back in a long queue change nothing."""
+        tokens = sum(one.seq_tokens for one in islice(self.waiting, MAX_SUMMED))
+        return tokens + (chunked.seq_tokens - chunked.computed_tokens if chunked else 0)
+
+    def _observe_use(self, now_s: float, online_tokens: int) -> None:
+        results = self.results
+        self.online_tokens = min(online_tokens, self.kv.active_tokens)
+        self.reserve.observe(now_s, self.online_tokens)
+        results.peak_online_tokens = max(results.peak_online_tokens, online_tokens)
+        results.longest_queue = max(results.longest_queue, len(self.waiting))
+
+    def defers_prefill(self) -> bool:
+        if self.config.enable_mixed_chunk:
+            return False
+        return self.planner.decodes_first(
+            online_prefill_waits=self.online_prefill_waits(),
+            last_was_prefill=self.last_was_prefill,
+            cached_tokens=self.chunked.computed_tokens if self.chunked else 0,
+        )
+
+    def select_decodes(self) -> None:
+        """Let as many offline requests decode as fit; the others sit out."""
+        offline, planner = self.offline, self.planner
+        if not self.parked and (
+            not offline
+            or planner.all_join(
+                len(offline),
+                offline.seq_tokens,
+                longest_tokens=offline.longest_tokens,
+                shortest_tokens=offline.shortest_tokens,
+            )
+        ):
+            return
+        if not self.config.echo.steps.park:
+            return
+        running = self._sitting_out(offline)
+        chosen = planner.choose_decodes(
+            lambda: [
+                *(self._decode(one, is_running=True) for one in running),
+                *(self._decode(one, is_running=False) for one in self.parked.values()),
+            ]
+        )
+        for request in [one for one in self.parked.values() if one.rid in chosen]:
+            self._resume(request)
+        for request in running:
+            if request.rid not in chosen:
+                offline.remove(request)
+                request.waiting_since_s = self.now_s
+                self.parked[request.rid] = request
+                self.results.num_parks += 1
+
+    def make_decode_room(self) -> None:
+        """Retract until the next token of all that decode fits."""
+        while self.online.growth_tokens + self.offline.growth_tokens > self.kv.available_tokens:
+            if not self.retract_first():
+                victim = min(
+                    (one for one in self.online if one not in self.done),
+                    key=lambda one: (one.num_outputs, -one.prompt_tokens, one.number),
+                )
+                self._retract_running(victim)
+                self.waiting.appendleft(victim)
+
+    def plan_decode(self) -> StepPlan | None:
+        """A step that decodes all that run; their room is taken."""
+        online, offline = self.online, self.offline
+        num_decodes = len(online.members) + len(offline.members)
+        if not num_decodes:
+            return None
+        self.kv.take(online.growth_tokens + offline.growth_tokens)
+        ratio_step = self._init_ratio * (1 - MIN_RATIO_SHARE) / RATIO_DECAY_STEPS
+        least = self._init_ratio * MIN_RATIO_SHARE
+        self.new_token_ratio = max(self.new_token_ratio - ratio_step, least)
+        seq_tokens = online.seq_tokens + offline.seq_tokens
+        longest_tokens = max(online.longest_tokens, offline.longest_tokens)
+        row = BatchRow(0, 0, 0, 0, num_decodes, seq_tokens, longest_tokens)
+        return StepPlan(row, decodes=True)
+
+    def decode_shape(self) -> BatchShape:
+        online, offline = self.online, self.offline
+        return SummedShape(
+            len(online) + len(offline),
+            online.seq_tokens + offline.seq_tokens,
+            max(online.longest_tokens, offline.longest_tokens),
+        )
+
+    def launch(self, plan: StepPlan) -> None:
+        """A step is about to run: what would its online part take alone?"""
+        self._begun_s, self._last_online_s = self.now_s, None
+        if self._forgets_steps or not self.planner.view.is_present:
+            return
+        online = self.online.shape() if plan.decodes else BatchShape()
+        for request, new, cached in plan.prefills:
+            if not request.is_offline:
+                online.add_prefill(new, cached)
+        online_s = self.estimator.predict_s(online) if len(online) else 0.0
+        self._last_online_s = online_s if math.isfinite(online_s) else None
+
+    # ---- memory ----------------------------------------------------------------------------
+
+    def shed(self) -> None:
+        """Retract offline requests that outgrew what the reserve leaves."""
+        while self.offline_tokens > self.offline_limit_tokens and self.retract_first():
+            pass
+
+    def retract_first(self) -> bool:
+        """Take memory from an offline request: parked before running, least lost first."""
+        holders = [
+            _holder(one, is_parked=one.rid in self.parked)
+            for one in (*self.parked.values(), *self._sitting_out(self.offline))
+        ]
+        order = preemption_order(holders)
+        if not order:
+            return False
+        if (request := self.parked.pop(order[0], None)) is not None:
+            self._release(request)
+        else:
+            request = self.offline.members[order[0]]
+            self._retract_running(request)
+        self.pool.add(request, resumed=True)
+        return True
+
+    def park_chunk(self) -> SimRequest | None:
+        """Set an unfinished offline prefill aside when an online request waits."""
+        request = self.chunked
+        if request is None or not request.is_offline or not self.waiting:
+            return None
+        self.chunked = None
+        self.kv.release(request)
+        self.results.num_prefill_parks += 1
+        return request
+
+    # ---- internals -------------------------------------------------------------------------
+
+    def join(self, request: SimRequest) -> None:
+        """A request decodes from the next step on."""
+        group = self.offline if request.is_offline else self.online
+        group.add(request, tokens_left=self._steps_left(request))
+
+    def _resume(self, request: SimRequest) -> None:
+        del self.parked[request.rid]
+        request.waiting_since_s = None
+        self.join(request)
+        self.results.num_resumes += 1
+
+    def resume_all(self) -> None:
+        """Nobody else decodes: SGLang looks for nobody where nobody runs."""
+        for request in list(self.parked.values()):
+            self._resume(request)
+
+    def _retract_running(self, request: SimRequest) -> None:
+        group = self.offline if request.is_offline else self.online
+        group.remove(request)
+        self._release(request)
+
+    def _release(self, request: SimRequest) -> None:
+        self.kv.release(request)
+        request.waiting_since_s = None
+        self.is_full = False
+        self.results.num_retractions += 1
+
+    def _sitting_out(self, group: Iterable[SimRequest]) -> list[SimRequest]:
+        return [one for one in group if one not in self.done] if self.done else list(group)
+
+    def _decode(self, request: SimRequest, *, is_running: bool) -> Decode:
+        return Decode(
+            rid=request.rid,
+            context_tokens=request.seq_tokens,
+            uncached_tokens=_uncached_tokens(request),
+            waiting_since_s=request.waiting_since_s,
+            laxity_s=self.pool.laxity_s(request, self.now_s),
+            is_running=is_running,
+            sequence=request.sequence,
+        )
+
+
+def _holder(request: SimRequest, *, is_parked: bool) -> Holder:
+    tokens = _uncached_tokens(request)
+    return Holder(
+        rid=request.rid,
+        is_parked=is_parked,
+        uncached_tokens=tokens,
+        held_tokens=tokens,
+        started_sequence=request.sequence,
+    )
+
+
+def _uncached_tokens(request: SimRequest) -> int:
+    return max(0, request.seq_tokens - request.protected_tokens)
+
+
+def _offline_pool(config: ServerConfig) -> SimOfflinePool:
+    offline = config.echo.offline
+    order = create_offline_order(
+        offline.order, utility_ratio=offline.utility_ratio, seed=offline.seed
+    )
+    return SimOfflinePool(DeadlineOrder(order))
+
+
+def _estimator(config: ServerConfig) -> LiveBatchTime:
+    settings = config.echo.estimator
+    return LiveBatchTime(
+        config.device,
+        quantile=settings.quantile,
+        # The model is the device's own: a fit to exact times could only find it again.
+        refit_steps=settings.refit_steps if config.noise else 0,
+        stale_s=settings.stale_s,
+        error=settings.error,
+    )
+
+
+def _promise(slo: SloConfig) -> Promise:
+    return Promise(slo.ttft_s or math.inf, slo.tpot_s or math.inf)

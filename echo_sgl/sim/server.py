@@ -1,0 +1,273 @@
+"""The simulated server: arrivals and steps in order of time, until all that came is done."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from echo_sgl.sim.events import EventQueue, Priority
+from echo_sgl.sim.prefill import PrefillPass
+from echo_sgl.sim.results import SimResults
+from echo_sgl.sim.scheduler import SimScheduler, StepPlan
+from echo_sgl.sim.server_config import ServerConfig
+from echo_sgl.sim.workload import Oracle, SimRequest, Trace, empty_trace
+from echo_sgl.types import Task
+
+PROGRESS_STEPS = 2000
+LOOK_AGAIN_S = 0.1
+Progress = Callable[[float], None]
+
+
+class Observer(Protocol):
+    """Sees single requests, as their clients would."""
+
+    def came(self, request: SimRequest) -> None: ...
+
+    def ended(self, request: SimRequest, num_tokens: int, now_s: float) -> None: ...
+
+
+def simulate(
+    config: ServerConfig,
+    online: Trace,
+    offline: Trace | None = None,
+    *,
+    until_s: float = math.inf,
+    on_progress: Progress | None = None,
+    observer: Observer | None = None,
+) -> SimResults:
+    """Serve both traces on one server.
+
+    Ends when all is done, or with the first step that ends at `until_s` or later. The same
+    arguments give the same result to the last bit. `on_progress` is told the simulated time.
+
+    Units: seconds on the traces' clock.
+    """
+    server = SimServer(config, online, offline or empty_trace(Task.OFFLINE), observer)
+    server.run(until_s=until_s, on_progress=on_progress)
+    return server.results
+
+
+class SimServer:
+    """One server with its clock. `scheduler` decides; only this class asks the oracle."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        online: Trace,
+        offline: Trace,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config, self.results, self._observer = config, SimResults(), observer
+        self._traces = {Task.ONLINE: online, Task.OFFLINE: offline}
+        self._oracle = Oracle(online, offline)
+        self.scheduler = SimScheduler(config, self.results, self._steps_left)
+        self._events = EventQueue()
+        self._rng = random.Random(config.seed)
+        self._is_stepping = False
+        self._plan: StepPlan | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that came and are not done."""
+        scheduler = self.scheduler
+        waiting = len(scheduler.waiting) + len(scheduler.pool)
+        running = scheduler.num_running - len(scheduler.done) + len(scheduler.parked)
+        starting = self._plan.prefills if self._plan is not None else []
+        between = scheduler.chunked
+        prefilling = len(starting) + (
+            between is not None and all(one is not between for one, _, _ in starting)
+        )
+        return waiting + running + prefilling
+
+    def run(self, *, until_s: float = math.inf, on_progress: Progress | None = None) -> None:
+        starts = [trace.at_s[0] for trace in self._traces.values() if len(trace)]
+        self.results.start_s = self.results.end_s = min(starts, default=0.0)
+        for task, trace in self._traces.items():
+            if len(trace):
+                self._expect(task, 0)
+        while len(self._events) and self.results.end_s < until_s:
+            now_s, priority, event = self._events.pop()
+            if priority is Priority.ARRIVAL:
+                self._arrive(now_s, *event)
+            else:
+                self._end_step(now_s)
+                self._start_step(now_s)
+                if on_progress is not None and not self.results.num_steps % PROGRESS_STEPS:
+                    on_progress(now_s)
+        self.results.unfinished = self.num_unfinished
+        counts = self.scheduler.tree.counts
+        self.results.evicted_tokens = counts.evicted_tokens
+        self.results.evicted_needed_tokens = counts.evicted_needed_tokens
+
+    # ---- arrivals --------------------------------------------------------------------------
+
+    def _expect(self, task: Task, number: int) -> None:
+        """The scheduler has a request when HTTP and the tokenizer have done their part.
+
+        What comes after it, the detokenizer and the way back, is counted there too: only its
+        client could tell the one from the other.
+        """
+        at_s = self._traces[task].at_s[number] + self.config.host.intake_s
+        self._events.push(at_s, Priority.ARRIVAL, (task, number))
+
+    def _arrive(self, now_s: float, task: Task, number: int) -> None:
+        trace = self._traces[task]
+        if number + 1 < len(trace):
+            self._expect(task, number + 1)
+        request = trace.request(number)
+        if self._observer is not None:
+            self._observer.came(request)
+        scheduler = self.scheduler
+        scheduler.kv.prepare(request)
+        most = scheduler.kv.capacity_tokens - scheduler.config.page_tokens
+        if request.prompt_tokens + self._oracle.output_tokens(request) + 1 >= most:
+            # SGLang refuses what can never fit.
+            self.results.refused += 1
+            return
+        # A client asks for no more than fits; SGLang cuts the limit, too.
+        request.max_new_tokens = min(request.max_new_tokens, most - request.prompt_tokens - 1)
+        if request.is_offline:
+            scheduler.pool.add(request, resumed=False)
+        else:
+            scheduler.waiting.append(request)
+        if not self._is_stepping:
+            self._is_stepping = True
+            self._events.push(now_s, Priority.STEP, None)
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def _start_step(self, now_s: float) -> None:
+        scheduler = self.scheduler
+        ended = scheduler.done
+        if not self.config.overlap:
+            self._leave(ended, num_more=0)
+        plan = self._form(now_s)
+        if self.config.overlap:
+            # The result of a step is seen when the next one is on its way: they ride along.
+            self._leave(ended, num_more=int(plan is not None and plan.decodes))
+        self._plan = plan
+        if plan is None:
+            # What was held back by work that has just left may go now.
+            self._is_stepping = bool(ended) and scheduler.has_work
+            if self._is_stepping:
+                self._events.push(now_s, Priority.STEP, None)
+            elif scheduler.has_work:
+                self._wait(now_s)
+            return
+        scheduler.launch(plan)
+        scheduler.last_was_prefill = plan.row.num_prefills > 0
+        scheduler.launched = [one for one, _, _ in plan.prefills] if self.config.overlap else []
+        plan.device_s = self._device_s(plan)
+        num_requests = plan.row.num_prefills + plan.row.num_decodes
+        time_s = plan.device_s + self.config.host.between_s(num_requests)
+        self.results.note_step(plan.row, now_s, time_s)
+        self._events.push(now_s + time_s, Priority.STEP, None)
+
+    def _wait(self, now_s: float) -> None:
+        """Nothing may start until a reserve loosens with time: look again later.
+
+        After a whole window without any step and without anybody to come, it never will.
+        """
+        patience_s = 2 * self.config.echo.reserve.window_s
+        is_stuck = not len(self._events) and now_s - self.results.end_s > patience_s
+        self._is_stepping = not is_stuck
+        if not is_stuck:
+            self._events.push(now_s + LOOK_AGAIN_S, Priority.STEP, None)
+
+    def _form(self, now_s: float) -> StepPlan | None:
+        """Decide what the next step runs."""
+        scheduler = self.scheduler
+        if scheduler.parked and not scheduler.num_running:
+            scheduler.resume_all()
+        scheduler.begin(now_s)
+        if scheduler.is_quiet:
+            scheduler.make_decode_room()
+            return scheduler.plan_decode()
+        if self.config.enable_mixed_chunk:
+            scheduler.select_decodes()
+            scheduler.make_decode_room()
+        can_prefill = scheduler.waiting or scheduler.chunked or len(scheduler.pool)
+        plan: StepPlan | None = None
+        if can_prefill and not scheduler.defers_prefill():
+            plan = PrefillPass(scheduler).run()
+        else:
+            scheduler.shed()
+        if plan is not None:
+            return plan
+        if not self.config.enable_mixed_chunk:
+            scheduler.select_decodes()
+        scheduler.make_decode_room()
+        return scheduler.plan_decode()
+
+    def _device_s(self, plan: StepPlan) -> float:
+        time_s = self.config.device.predict_s(plan.row)
+        if self.config.noise:
+            time_s *= math.exp(self._rng.gauss(0.0, self.config.noise))
+        return max(1e-6, time_s)
+
+    def _end_step(self, now_s: float) -> None:
+        """Tokens of the step that ends now come out."""
+        plan, scheduler = self._plan, self.scheduler
+        self._plan = None
+        if plan is None:
+            return
+        scheduler.feed.observe(plan.row, plan.device_s, now_s)
+        if plan.decodes:
+            for group in (scheduler.online, scheduler.offline):
+                group.advance()
+                if group.members and (ended := group.take_ended()):
+                    self._note_ended(ended, now_s)
+        for request, _, _ in plan.prefills:
+            scheduler.kv.cache(request)
+            if scheduler.chunked is not request:
+                self._first_token(request, now_s)
+
+    def _first_token(self, request: SimRequest, now_s: float) -> None:
+        """A prefill is complete: its request has one token more, and decodes."""
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        request.outputs_at_join += 1
+        self.scheduler.join(request)
+        if self._steps_left(request) <= 0:
+            group = self.scheduler.offline if request.is_offline else self.scheduler.online
+            self._note_ended(group.take_ended(), now_s)
+
+    def _note_ended(self, ended: list[SimRequest], now_s: float) -> None:
+        scheduler = self.scheduler
+        for request in ended:
+            num_tokens = self._oracle.output_tokens(request)
+            self.results.note_end(request, num_tokens, now_s)
+            if self._observer is not None:
+                self._observer.ended(request, num_tokens, now_s)
+            scheduler.done.append(request)
+            if not request.is_offline and request.first_token_s is not None:
+                promise = scheduler.promise
+                is_met = request.first_token_s - request.arrival_s <= promise.ttft_s and (
+                    num_tokens < 2
+                    or (now_s - request.first_token_s) / (num_tokens - 1) <= promise.tpot_s
+                )
+                self.results.online_kept += is_met
+                scheduler.planner.limit.note_request(is_met)
+
+    def _leave(self, ended: list[SimRequest], *, num_more: int) -> None:
+        """Requests whose end the scheduler has seen give their memory back.
+
+        `num_more`: tokens of each that the step on its way took room for.
+        """
+        scheduler = self.scheduler
+        if not ended:
+            return
+        for request in ended:
+            group = scheduler.offline if request.is_offline else scheduler.online
+            group.remove(request)
+            request.computed_tokens += num_more
+            scheduler.kv.release(request)
+            if request.is_offline:
+                scheduler.pool.end(request)
+        scheduler.done = []
+        scheduler.is_full = False
+
+    def _steps_left(self, request: SimRequest) -> int:
+        return self._oracle.output_tokens(request) - request.num_outputs

@@ -1,0 +1,56 @@
+"""The simulated server: its size, SGLang's settings, and the model of its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo_sgl.config import EchoConfig, parse_config
+from echo_sgl.errors import ConfigError
+from echo_sgl.estimators.batch_time_model import BatchTimeModel
+from echo_sgl.estimators.host_time import HostTime
+
+NO_HOST_TIME = HostTime(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What is simulated.
+
+    `device` tells how long a step takes; Echo's own estimator starts from the same model and is
+    kept true by the simulated steps. `host` comes on top of each step and of each request,
+    as it was measured with the profile. `noise` is the standard deviation of a step's time as a
+    share of it, drawn from `seed`. The rest are SGLang's settings of the same name.
+
+    Errors: `ConfigError` names the value that leaves no server.
+    """
+
+    device: BatchTimeModel
+    kv_tokens: int
+    echo: EchoConfig
+    page_tokens: int = 1
+    max_running_requests: int = 256
+    chunked_prefill_tokens: int = 8192
+    max_prefill_tokens: int = 16384
+    enable_mixed_chunk: bool = False
+    overlap: bool = True
+    schedule_conservativeness: float = 1.0
+    host: HostTime = NO_HOST_TIME
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("kv_tokens", "page_tokens", "max_running_requests", "chunked_prefill_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} is {value}; a server needs at least 1")
+        if self.page_tokens > min(self.kv_tokens, self.chunked_prefill_tokens):
+            raise ConfigError(
+                f"page_tokens is {self.page_tokens}; allowed is up to kv_tokens "
+                f"({self.kv_tokens}) and chunked_prefill_tokens ({self.chunked_prefill_tokens})"
+            )
+        if not 0 <= self.noise < 1:
+            raise ConfigError(f"noise is {self.noise}; allowed is a share of 0 to 1")
+
+
+def default_echo() -> EchoConfig:
+    """The config of a server that was told nothing."""
+    return parse_config({})

@@ -1,0 +1,326 @@
+"""Traces of requests from files: Azure's and BurstGPT's CSV, Mooncake's and our own JSON lines.
+
+Errors name file, line, column and value; what is only odd comes back as a warning.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from echo_sgl.errors import EchoError
+from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
+from echo_sgl.types import Task
+
+MAX_LINE_CHARS = 4_000_000
+MAX_TOKENS = 100_000_000
+MAX_BLOCKS = 200_000
+MOONCAKE_BLOCK_TOKENS = 512
+GAP_S = 3600.0
+RECORDING_FORMAT = "echo-recording"
+
+
+class TraceFileError(EchoError, ValueError):
+    """A trace that cannot be simulated; the message names file, line and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a kind of file names what is needed, and what else it may hold.
+
+    `unit_s`: seconds of one unit of its time.
+    """
+
+    name: str
+    time: str
+    prompt: str
+    output: str
+    others: tuple[str, ...] = ()
+    unit_s: float = 1.0
+    block_tokens: int = BLOCK_TOKENS
+    blocks: str = ""
+
+    @property
+    def needed(self) -> tuple[str, str, str]:
+        return self.time, self.prompt, self.output
+
+
+CSV_FORMATS = (
+    Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    Format(
+        "BurstGPT",
+        "Timestamp",
+        "Request tokens",
+        "Response tokens",
+        ("Model", "Total tokens", "Log Type", "Session ID", "Elapsed time"),
+    ),
+    Format("plain", "t_s", "context_tokens", "generated_tokens"),
+)
+JSON_FORMATS = (
+    Format(
+        "Mooncake",
+        "timestamp",
+        "input_length",
+        "output_length",
+        ("hash_ids",),
+        unit_s=1e-3,
+        block_tokens=MOONCAKE_BLOCK_TOKENS,
+        blocks="hash_ids",
+    ),
+    Format(
+        "recording",
+        "at_s",
+        "prompt_tokens",
+        "output_tokens",
+        ("class", "cached_tokens", "blocks"),
+        blocks="blocks",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """A trace that was read, in which format, and what was odd about it."""
+
+    trace: Trace
+    format: str
+    warnings: tuple[str, ...] = ()
+
+
+def read_trace_file(path: Path, *, task: Task = Task.ONLINE, skip_empty: bool = False) -> TraceFile:
+    """Read a trace; the columns or keys tell its format, `.gz` is unpacked.
+
+    Time starts at 0 with the first request. `skip_empty` leaves out requests without prompt or
+    answer, which failed where they were recorded. Of a recording only the class of `task` is
+    taken.
+
+    Errors: `TraceFileError` names the line.
+    """
+    columns = _Columns(path, task, skip_empty=skip_empty)
+    try:
+        with _open(path) as file:
+            if ".jsonl" in path.suffixes or ".json" in path.suffixes:
+                _read_json(columns, file)
+            else:
+                _read_csv(columns, file)
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceFileError(f"trace {path} cannot be read: {error}") from error
+    return columns.finish()
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What was read so far."""
+
+    path: Path
+    task: Task
+    skip_empty: bool = field(kw_only=True)
+    format: Format | None = None
+    block_tokens: int = 0
+    at_s: array[float] = field(default_factory=lambda: array("d"))
+    prompts: array[int] = field(default_factory=lambda: array("q"))
+    outputs: array[int] = field(default_factory=lambda: array("q"))
+    blocks: list[array[int]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    num_empty: int = 0
+    num_other_class: int = 0
+    origin_s: float = 0.0
+
+    def error(self, number: int, problem: str) -> TraceFileError:
+        return TraceFileError(f"trace {self.path}, line {number}: {problem}")
+
+    def add(self, number: int, row: Mapping[str, Any]) -> None:
+        """One request. Errors: `TraceFileError` names line, column and value."""
+        form = self.format
+        assert form is not None
+        if row.get("class", self.task) != self.task:
+            self.num_other_class += 1
+            return
+        at_s = self._time_s(number, form.time, row.get(form.time)) * form.unit_s
+        prompt = self._tokens(number, form.prompt, row.get(form.prompt))
+        output = self._tokens(number, form.output, row.get(form.output))
+        if not (prompt and output):
+            self._empty(number, form.output if prompt else form.prompt)
+            return
+        self._note_time(number, form.time, at_s)
+        self.prompts.append(prompt)
+        self.outputs.append(output)
+        if form.blocks and form.blocks in row:
+            self._add_blocks(number, form.blocks, row[form.blocks], prompt)
+
+    def finish(self) -> TraceFile:
+        if not self.at_s or self.format is None:
+            raise TraceFileError(
+                f"trace {self.path} holds no {self.task} request; known formats are {_known()}"
+            )
+        if self.blocks and len(self.blocks) != len(self.at_s):
+            key = self.format.blocks
+            raise TraceFileError(f"trace {self.path}: some lines have {key}, some have none")
+        if self.num_empty:
+            self.warnings.append(f"{self.num_empty} requests without prompt or answer left out")
+        if self.num_other_class:
+            self.warnings.append(f"{self.num_other_class} requests of the other class left out")
+        trace = Trace(
+            self.task,
+            self.at_s,
+            self.prompts,
+            self.outputs,
+            blocks=self.blocks or None,
+            block_tokens=self.block_tokens or self.format.block_tokens,
+            # What clients allowed is not in a trace: no more than the longest answer needs.
+            max_new_tokens=max(self.outputs),
+        )
+        return TraceFile(trace, self.format.name, tuple(self.warnings))
+
+    def _empty(self, number: int, column: str) -> None:
+        if not self.skip_empty:
+            raise self.error(
+                number,
+                f"{column} is 0; a request has at least one token. Requests that failed can be "
+                "left out with --skip-empty",
+            )
+        self.num_empty += 1
+
+    def _note_time(self, number: int, column: str, at_s: float) -> None:
+        if not self.at_s:
+            self.origin_s = at_s
+        at_s -= self.origin_s
+        last_s = self.at_s[-1] if self.at_s else 0.0
+        if at_s < last_s:
+            raise self.error(
+                number, f"{column} goes back by {last_s - at_s:g} s; sort the file by {column}"
+            )
+        if at_s - last_s > GAP_S:
+            hours = (at_s - last_s) / 3600
+            self.warnings.append(f"line {number}: nothing came for {hours:.1f} h before it")
+        self.at_s.append(at_s)
+
+    def _add_blocks(self, number: int, key: str, value: Any, prompt: int) -> None:
+        size = self.block_tokens or (self.format.block_tokens if self.format else BLOCK_TOKENS)
+        wanted = -(-prompt // size)
+        is_list = isinstance(value, list) and len(value) <= MAX_BLOCKS
+        if not is_list or not all(type(one) is int and 0 <= one < 1 << 62 for one in value):
+            raise self.error(number, f"{key} is {str(value)[:60]}; it must be a list of numbers")
+        if len(value) != wanted:
+            raise self.error(
+                number,
+                f"{key} has {len(value)} entries; {prompt} tokens are {wanted} blocks of {size}",
+            )
+        self.blocks.append(array("q", value))
+
+    def _tokens(self, number: int, column: str, value: Any) -> int:
+        try:
+            tokens = -1 if isinstance(value, bool) else int(value)
+            is_whole = tokens == float(value)
+        except (TypeError, ValueError, OverflowError):
+            tokens, is_whole = -1, False
+        if not is_whole or not 0 <= tokens <= MAX_TOKENS:
+            raise self.error(number, f"{column} is {value!r}; it must be a whole number of tokens")
+        return tokens
+
+    def _time_s(self, number: int, column: str, value: Any) -> float:
+        try:
+            at_s = _seconds(value)
+        except (TypeError, ValueError, OverflowError):
+            at_s = math.nan
+        if not math.isfinite(at_s):
+            raise self.error(
+                number, f"{column} is {value!r}; it must be seconds or a date and time"
+            )
+        return at_s
+
+
+def _read_csv(columns: _Columns, file: io.TextIOBase) -> None:
+    lines = csv.reader(file)
+    header = [name.strip() for name in next(lines, [])]
+    columns.format = form = _format_of(columns, header, CSV_FORMATS, "columns")
+    unknown = set(header) - {*form.needed, *form.others}
+    if unknown:
+        raise columns.error(
+            1,
+            f"unknown columns {', '.join(sorted(unknown))}; {form.name} has "
+            f"{', '.join((*form.needed, *form.others))}. Remove the others",
+        )
+    for row in lines:
+        if not row:
+            continue
+        if len(row) != len(header):
+            raise columns.error(
+                lines.line_num, f"{len(row)} values for {len(header)} columns; none may be missing"
+            )
+        columns.add(lines.line_num, dict(zip(header, row, strict=True)))
+
+
+def _read_json(columns: _Columns, file: io.TextIOBase) -> None:
+    for number, line in _lines(columns, file):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise columns.error(number, f"not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise columns.error(number, f"not a JSON object: {line[:60]!r}")
+        if columns.format is None and row.get("format") == RECORDING_FORMAT:
+            columns.format = JSON_FORMATS[1]
+            columns.block_tokens = columns._tokens(number, "block_tokens", row.get("block_tokens"))
+            if not columns.block_tokens:
+                raise columns.error(number, "block_tokens is 0; a block holds at least one token")
+            continue
+        if columns.format is None:
+            columns.format = _format_of(columns, list(row), JSON_FORMATS, "keys")
+        form = columns.format
+        if unknown := set(row) - {*form.needed, *form.others}:
+            raise columns.error(
+                number,
+                f"unknown keys {', '.join(sorted(unknown))[:80]}; {form.name} has "
+                f"{', '.join((*form.needed, *form.others))}",
+            )
+        columns.add(number, row)
+
+
+def _lines(columns: _Columns, file: io.TextIOBase) -> Iterator[tuple[int, str]]:
+    number = 0
+    while line := file.readline(MAX_LINE_CHARS):
+        number += 1
+        if len(line) == MAX_LINE_CHARS:
+            raise columns.error(number, f"longer than {MAX_LINE_CHARS:,} characters")
+        if line.strip():
+            yield number, line
+
+
+def _format_of(
+    columns: _Columns, names: Sequence[str], formats: Sequence[Format], what: str
+) -> Format:
+    for form in formats:
+        if set(form.needed) <= set(names):
+            return form
+    found = ", ".join(names)[:200] or "none"
+    raise columns.error(1, f"the {what} are {found}; known formats are {_known()}")
+
+
+def _known() -> str:
+    forms = (*CSV_FORMATS, *JSON_FORMATS)
+    return "; ".join(f"{form.name} ({', '.join(form.needed)})" for form in forms)
+
+
+def _open(path: Path) -> io.TextIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _seconds(at: Any) -> float:
+    try:
+        return float(at)
+    except ValueError:
+        # Azure writes seven digits of a second; Python reads six.
+        whole, _, fraction = str(at).strip().partition(".")
+        return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}+00:00").timestamp()

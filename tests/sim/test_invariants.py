@@ -1,0 +1,227 @@
+"""What holds in every simulation, whatever comes: on random servers and random traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import echo_sgl
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.estimators.host_time import HostTime
+from echo_sgl.sim.server import SimServer, simulate
+from echo_sgl.sim.server_config import ServerConfig
+from echo_sgl.sim.workload import SimRequest, Trace, empty_trace
+from echo_sgl.types import Task
+from tests.sim.workloads import SLO, device, offline_trace, online_trace, server
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ServerConfig, Trace, Trace]:
+    sections: dict[str, Any] = {
+        "offline": {"order": draw(st.sampled_from(["psm", "fcfs"]))},
+        "reserve": {"predictor": draw(st.sampled_from(["peak", "mean-std", "off"]))},
+        "steps": {
+            "limit": draw(st.sampled_from(["slack", "relative", "budget", "off"])),
+            "park": draw(st.booleans()),
+            "decode_selection": draw(st.sampled_from(["shortest", "in-order", "mix"])),
+        },
+        **SLO,
+    }
+    config = server(
+        sections,
+        kv_tokens=draw(st.integers(3000, 12_000)),
+        page_tokens=draw(st.sampled_from([1, 16, 64])),
+        max_running_requests=draw(st.sampled_from([2, 16, 256])),
+        chunked_prefill_tokens=draw(st.sampled_from([256, 2048])),
+        enable_mixed_chunk=draw(st.booleans()),
+        overlap=draw(st.booleans()),
+        noise=draw(st.sampled_from([0.0, 0.2])),
+    )
+    seed = draw(st.integers(0, 100))
+    online = online_trace(
+        draw(st.integers(1, 40)), rate_rps=draw(st.sampled_from([1.0, 20.0])), seed=seed
+    )
+    return config, online, offline_trace(draw(st.integers(1, 30)), num_prefixes=3, seed=seed)
+
+
+class CheckedServer(SimServer):
+    """Holds every step against the invariants, before the next one is decided."""
+
+    num_checked = 0
+    last_s = 0.0
+
+    def _start_step(self, now_s: float) -> None:
+        assert now_s >= self.last_s
+        self.last_s = now_s
+        self.num_checked += 1
+        self._check_memory()
+        self._check_requests(now_s)
+        super()._start_step(now_s)
+
+    def _check_memory(self) -> None:
+        scheduler, kv, tree = self.scheduler, self.scheduler.kv, self.scheduler.tree
+        assert tree.num_tokens == sum(node.num_tokens for node in tree.nodes())
+        assert tree.locked_tokens == sum(n.num_tokens for n in tree.nodes() if n.lock_count)
+        assert kv.private_tokens == sum(
+            kv.whole_pages(one.held_tokens - one.protected_tokens) for one in self.holders()
+        )
+        assert kv.private_tokens % kv.page_tokens == tree.num_tokens % kv.page_tokens == 0
+        assert kv.free_tokens >= 0
+        for group in (scheduler.online, scheduler.offline):
+            assert group.seq_tokens == sum(one.seq_tokens for one in group)
+            lengths = [one.seq_tokens for one in group]
+            assert group.longest_tokens == max(lengths, default=0)
+            assert group.shortest_tokens == min(lengths, default=0)
+
+    def _check_requests(self, now_s: float) -> None:
+        results = self.results
+        ended = results.online_done + results.offline_done + results.refused
+        came = sum(1 for t in self._traces.values() for at_s in t.at_s if at_s <= now_s)
+        assert ended + self.num_unfinished == came
+        for one in self.holders():
+            assert one.arrival_s <= now_s
+            assert one.first_token_s is None or one.first_token_s > one.arrival_s
+
+    def holders(self) -> list[SimRequest]:
+        scheduler = self.scheduler
+        chunked = [scheduler.chunked] if scheduler.chunked is not None else []
+        return [*scheduler.online, *scheduler.offline, *scheduler.parked.values(), *chunked]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_requests_and_pages_are_conserved_and_time_never_goes_back(
+    case: tuple[ServerConfig, Trace, Trace],
+) -> None:
+    config, online, offline = case
+    checked = CheckedServer(config, online, offline)
+    checked.run()
+    results, scheduler = checked.results, checked.scheduler
+    assert checked.num_checked >= results.num_steps > 0
+    done = results.online_done + results.offline_done + results.refused
+    assert done == len(online) + len(offline)
+    assert scheduler.kv.private_tokens == scheduler.tree.locked_tokens == 0
+    assert scheduler.kv.free_tokens + scheduler.tree.num_tokens == scheduler.kv.capacity_tokens
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases())
+def test_the_same_seed_gives_the_same_bytes(case: tuple[ServerConfig, Trace, Trace]) -> None:
+    config, online, offline = case
+    assert simulate(config, online, offline) == simulate(config, online, offline)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases())
+def test_no_token_comes_before_its_request_or_its_step(
+    case: tuple[ServerConfig, Trace, Trace],
+) -> None:
+    config, online, offline = case
+    results = simulate(config, online, offline)
+    fastest_s = 0.004 * (0.3 if config.noise else 1.0)
+    assert len(results.ttft_s) == results.online_done
+    assert all(ttft_s >= fastest_s for ttft_s in results.ttft_s)
+    assert all(tpot_s > 0 for tpot_s in results.tpot_s)
+    assert results.busy_s <= results.duration_s * (1 + 1e-9)
+
+
+class Recorder(SimServer):
+    """Keeps each step's start and row, and when the first answer was complete."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.steps: list[tuple[float, Any]] = []
+        self.first_end_s = math.inf
+
+    def _note_ended(self, ended: list[SimRequest], now_s: float) -> None:
+        if ended:
+            self.first_end_s = min(self.first_end_s, now_s)
+        super()._note_ended(ended, now_s)
+
+    def _start_step(self, now_s: float) -> None:
+        super()._start_step(now_s)
+        if self._plan is not None:
+            self.steps.append((now_s, self._plan.row))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(), st.integers(1, 400))
+def test_no_decision_knows_how_long_an_answer_will_be(
+    case: tuple[ServerConfig, Trace, Trace], longer: int
+) -> None:
+    """Answers that differ only in how much longer they go on: the same up to the first end."""
+    config, online, offline = case
+    runs = []
+    for extra in (0, longer):
+        run = Recorder(config, _at_least(online, 40 + extra), _at_least(offline, 30 + extra))
+        run.run()
+        runs.append(run)
+    until_s = min(run.first_end_s for run in runs)
+    before = [[step for step in run.steps if step[0] < until_s] for run in runs]
+    assert before[0] == before[1]
+
+
+def _at_least(trace: Trace, num_tokens: int) -> Trace:
+    answers = array("q", (num_tokens,)) * len(trace)
+    return dataclasses.replace(trace, output_tokens=answers, max_new_tokens=512)
+
+
+def test_a_line_that_the_reserve_never_lets_in_ends_the_run_unfinished() -> None:
+    reserve = {"predictor": "off", "min_tokens": 2900, "max_share": 1.0, "window_s": 10.0}
+    config = server({"reserve": reserve}, kv_tokens=3000)
+    lines = offline_trace(2, num_prefixes=1)
+    results = simulate(config, online_trace(1, rate_rps=1.0, most_tokens=50), lines)
+    assert (results.online_done, results.offline_done, results.unfinished) == (1, 0, 2)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_counted() -> None:
+    online = online_trace(30, rate_rps=20.0)
+    results = simulate(server(kv_tokens=400), online)
+    assert 0 < results.refused < 30
+    assert results.online_done + results.refused == 30
+
+
+def test_a_request_does_not_carry_its_true_length() -> None:
+    request = online_trace(1, rate_rps=1.0).request(0)
+    assert not any("output" in name and name != "outputs_at_join" for name in request.__slots__)
+    with pytest.raises(AttributeError):
+        request.output_tokens  # noqa: B018
+
+
+def test_only_the_simulated_server_and_its_workload_name_the_oracle() -> None:
+    root = Path(echo_sgl.__file__).parent
+    files = [*root.glob("sim/*.py"), *root.glob("policies/*.py"), *root.glob("estimators/*.py")]
+    naming = {file.name for file in files if "Oracle(" in file.read_text(encoding="utf-8")}
+    assert len(files) > 30
+    assert naming == {"server.py"}
+
+
+def test_policies_and_estimators_do_not_know_the_simulator() -> None:
+    root = Path(echo_sgl.__file__).parent
+    for file in (*root.glob("policies/*.py"), *root.glob("estimators/*.py")):
+        assert "echo_sgl.sim" not in file.read_text(encoding="utf-8"), file
+
+
+def test_a_lone_request_waits_for_the_host_and_the_device() -> None:
+    host = HostTime(step_s=0.003, request_s=0.0005, intake_s=0.02)
+    online = Trace(Task.ONLINE, array("d", (0.0,)), array("q", (100,)), array("q", (5,)))
+    config = server(host=host)
+    slow, quick = simulate(config, online), simulate(server(), online)
+    assert slow.ttft_s[0] - quick.ttft_s[0] == pytest.approx(0.02 + 0.0035)
+    assert slow.tpot_s[0] - quick.tpot_s[0] == pytest.approx(0.0035)
+
+
+def test_the_estimator_learns_what_the_device_takes_alone() -> None:
+    host = HostTime(step_s=0.5, request_s=0.0, intake_s=0.0)
+    twin = SimServer(server(host=host), online_trace(30, rate_rps=20), empty_trace(Task.OFFLINE))
+    twin.run()
+    shape = BatchShape()
+    shape.add_decode(200)
+    assert twin.scheduler.estimator.predict_s(shape) == pytest.approx(device().predict_s(shape))

@@ -1,0 +1,176 @@
+"""Traces in each known format, and what is said about those that cannot be simulated."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from echo_sgl.sim.job_lines import hashed_blocks, read_job_lines
+from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
+from echo_sgl.types import Task
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+BURST_GPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,GPT-4,1087,230,1317,API log
+"""
+MOONCAKE = """{"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
+{"timestamp": 3000, "input_length": 600, "output_length": 4, "hash_ids": [0, 2]}
+"""
+
+
+def written(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "form", "times"),
+    [
+        (AZURE, "t.csv", "Azure", [0.0, 4.314579]),
+        (BURST_GPT, "t.csv", "BurstGPT", [0.0, 40.0]),
+        (MOONCAKE, "t.jsonl", "Mooncake", [0.0, 2.0]),
+        ("t_s,context_tokens,generated_tokens\n0,3,4\n1.5,5,6\n", "t.csv", "plain", [0.0, 1.5]),
+    ],
+)
+def test_a_known_format_is_told_by_its_columns(
+    tmp_path: Path, text: str, name: str, form: str, times: list[float]
+) -> None:
+    read = read_trace_file(written(tmp_path, text, name))
+    assert read.format == form
+    assert list(read.trace.at_s) == pytest.approx(times, abs=1e-5)
+    assert read.warnings == ()
+
+
+def test_hash_ids_are_prefixes_that_requests_share(tmp_path: Path) -> None:
+    trace = read_trace_file(written(tmp_path, MOONCAKE, "t.jsonl")).trace
+    first, second = trace.request(0), trace.request(1)
+    assert list(first.blocks) == [0, 1]
+    assert list(first.sizes) == [512, 188]
+    assert first.blocks[0] == second.blocks[0]
+
+
+def test_prompts_without_hashes_are_unlike_each_other(tmp_path: Path) -> None:
+    trace = read_trace_file(written(tmp_path, AZURE)).trace
+    assert trace.request(0).blocks != trace.request(1).blocks
+
+
+def test_a_zipped_trace_is_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress(AZURE.encode()))
+    assert len(read_trace_file(path).trace) == 2
+
+
+def test_a_recording_has_both_classes_and_one_is_taken(tmp_path: Path) -> None:
+    lines = [
+        {"format": "echo-recording", "version": 1, "block_tokens": 4},
+        {"at_s": 5.0, "prompt_tokens": 6, "output_tokens": 2, "class": "online", "blocks": [7, 8]},
+        {"at_s": 6.0, "prompt_tokens": 3, "output_tokens": 2, "class": "offline", "blocks": [7]},
+    ]
+    path = written(tmp_path, "\n".join(map(json.dumps, lines)), "t.jsonl")
+    read = read_trace_file(path)
+    assert list(read.trace.prompt_tokens) == [6]
+    assert read.warnings == ("1 requests of the other class left out",)
+    assert list(read_trace_file(path, task=Task.OFFLINE).trace.prompt_tokens) == [3]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a,b\n1,2\n", r"line 1: the columns are a, b; known formats are Azure"),
+        ("t_s,context_tokens,generated_tokens,x\n", "line 1: unknown columns x; plain has"),
+        ("t_s,context_tokens,generated_tokens\n0,5,5\n1,5\n", "line 3: 2 values for 3 columns"),
+        ("t_s,context_tokens,generated_tokens\n5,5,5\n1,5,5\n", "line 3: t_s goes back by 4 s"),
+        ("t_s,context_tokens,generated_tokens\n0,0,5\n", "line 2: context_tokens is 0"),
+        ("t_s,context_tokens,generated_tokens\n0,5,0\n", "line 2: generated_tokens is 0"),
+        ("t_s,context_tokens,generated_tokens\n0,,5\n", "line 2: context_tokens is ''"),
+        ("t_s,context_tokens,generated_tokens\nnan,5,5\n", "line 2: t_s is 'nan'"),
+        ("t_s,context_tokens,generated_tokens\n0,2.5,5\n", "line 2: context_tokens is '2.5'"),
+        ("t_s,context_tokens,generated_tokens\n0,-3,5\n", "line 2: context_tokens is '-3'"),
+        ("t_s,context_tokens,generated_tokens\n", "holds no online request"),
+        ("", "line 1: the columns are none"),
+        ("t_s,context_tokens,generated_tokens\ninf,5,5\n", "line 2: t_s is 'inf'"),
+        ("t_s,context_tokens,generated_tokens\n0,1e999,5\n", "line 2: context_tokens is '1e999'"),
+    ],
+)
+def test_a_bad_csv_is_refused_by_its_line(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(TraceFileError, match=problem):
+        read_trace_file(written(tmp_path, text))
+
+
+def test_what_is_not_packed_in_spite_of_its_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceFileError, match="cannot be read"):
+        read_trace_file(written(tmp_path, AZURE, "t.csv.gz"))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "line 3: not JSON"),
+        ("[1]", "line 3: not a JSON object"),
+        ('{"timestamp": 4000, "input_length": 5}', "line 3: output_length is None"),
+        (MOONCAKE.splitlines()[1].replace("[0, 2]", "[0]"), "line 3: hash_ids has 1 entries"),
+        (MOONCAKE.splitlines()[1].replace("[0, 2]", '[0, "x"]'), "line 3: hash_ids is"),
+        (MOONCAKE.splitlines()[1].replace("}", ', "y": 1}'), "line 3: unknown keys y"),
+        (MOONCAKE.splitlines()[1].replace("600", "true"), "line 3: input_length is True"),
+    ],
+)
+def test_bad_json_lines_are_refused_by_their_line(tmp_path: Path, line: str, problem: str) -> None:
+    with pytest.raises(TraceFileError, match=problem):
+        read_trace_file(written(tmp_path, MOONCAKE + line + "\n", "t.jsonl"))
+
+
+def test_failed_requests_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
+    path = written(tmp_path, BURST_GPT + "50,GPT-4,10,0,10,API log\n")
+    with pytest.raises(TraceFileError, match="--skip-empty"):
+        read_trace_file(path)
+    read = read_trace_file(path, skip_empty=True)
+    assert len(read.trace) == 2
+    assert read.warnings == ("1 requests without prompt or answer left out",)
+
+
+def test_a_gap_of_hours_is_told_with_its_line(tmp_path: Path) -> None:
+    text = "t_s,context_tokens,generated_tokens\n0,5,5\n10800,5,5\n"
+    read = read_trace_file(written(tmp_path, text))
+    assert read.warnings == ("line 3: nothing came for 3.0 h before it",)
+
+
+def job_line(text: str, **body: object) -> str:
+    return json.dumps({"custom_id": "a", "body": {"prompt": text, **body}})
+
+
+def test_lines_that_begin_alike_share_their_whole_blocks(tmp_path: Path) -> None:
+    shared = "x" * 600
+    lines = [job_line(shared + "one", max_tokens=9), job_line(shared + "two")]
+    trace = read_job_lines(written(tmp_path, "\n".join(lines), "jobs.jsonl"))
+    first, second = (trace.request(number) for number in (0, 1))
+    assert first.blocks[:2] == second.blocks[:2]
+    assert first.blocks[2] != second.blocks[2]
+    assert list(trace.output_tokens) == [9, 256]
+
+
+def test_a_block_is_named_by_all_that_comes_before_it() -> None:
+    one, other = hashed_blocks("a" * 256 + "b" * 256), hashed_blocks("c" * 256 + "b" * 256)
+    assert one[1] != other[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("{}", "line 1 has no body"),
+        (job_line(""), "line 1: no text"),
+        (job_line("a", max_tokens=0), "line 1: max_tokens is 0"),
+        ("", "holds no line"),
+    ],
+)
+def test_bad_job_lines_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(TraceFileError, match=problem):
+        read_job_lines(written(tmp_path, text, "jobs.jsonl"))
