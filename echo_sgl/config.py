@@ -13,6 +13,13 @@ from typing import Any
 from echo_sgl.errors import ConfigError
 
 CONFIG_ENV = "ECHO_SGL_CONFIG"
+# 1: use a profile that was measured on another device or model.
+FORCE_PROFILE_ENV = "ECHO_SGL_FORCE_PROFILE"
+# Seconds: measure the server once it is up and write the profile that the config names.
+CALIBRATE_ENV = "ECHO_SGL_CALIBRATE_S"
+STATE_DIR_ENV = "ECHO_SGL_STATE_DIR"  # the batch service is on when it is set
+DATABASE_URL_ENV = "ECHO_SGL_DATABASE_URL"
+KEYS_FILE_ENV = "ECHO_SGL_KEYS_FILE"
 MAX_POOL_REQUESTS = 1_000_000
 
 
@@ -22,6 +29,14 @@ def _number(default: float, low: float, high: float) -> Any:
 
 def _choice(default: str, *allowed: str) -> Any:
     return field(default=default, metadata={"choices": allowed})
+
+
+def _switch(default: bool) -> Any:
+    return field(default=default, metadata={"choices": (True, False)})
+
+
+def _text(default: str) -> Any:
+    return field(default=default, metadata={"is_text": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +93,109 @@ class ReserveConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SloConfig:
+    """The latency that online requests are promised; 0 names none.
+
+    A request may name its own. It may always ask for more time; `min_ttft_s` and `min_tpot_s`
+    are the least that it may ask for, 0 means: no less than `ttft_s` and `tpot_s`.
+    """
+
+    ttft_s: float = _number(0.0, 0.0, 3600.0)
+    tpot_s: float = _number(0.0, 0.0, 3600.0)
+    min_ttft_s: float = _number(0.0, 0.0, 3600.0)
+    min_tpot_s: float = _number(0.0, 0.0, 3600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepsConfig:
+    """How long a step with offline work in it may take, and what it may hold.
+
+    `limit`: "slack" is Echo's, the least time that a running online request has until its
+    next token is due; "budget" is HyGen's, `budget_s` for every step with online work, moved
+    by the attainment measured against `attainment` while `adapt_budget` is on; "relative"
+    needs no SLO: steps take at most `max_inflation` times what the online work in them would
+    alone, and what is left of that is kept for later. "auto" is "slack" where both SLOs are
+    named and "relative" otherwise; "off" limits nothing.
+
+    A request that arrives waits for the step that runs: no step with offline work is longer
+    than `max_stall_s`, or than `stall_share` of the TTFT that is promised if that is less. With
+    "slack", no offline request decodes while an online one waits whose first token would come
+    later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
+
+    `decode_selection` says who sits out when offline decodes do not all fit, see
+    `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and
+    all run otherwise. `batch_size` "adaptive" also limits how many requests a step decodes
+    (BROS). Offline prefill chunks below `min_chunk_tokens` wait for a better step.
+    `candidates`: how many requests are weighed for each prefill.
+    """
+
+    limit: str = _choice("auto", "auto", "slack", "budget", "relative", "off")
+    budget_s: float = _number(0.05, 0.0, 3600.0)
+    adapt_budget: bool = _switch(True)
+    attainment: float = _number(0.99, 0.0, 1.0)
+    max_inflation: float = _number(1.1, 1.0, 1000.0)
+    max_stall_s: float = _number(0.1, 0.0, 3600.0)
+    stall_share: float = _number(0.25, 0.0, 1.0)
+    ttft_margin: float = _number(0.5, 0.0, 1.0)
+    decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
+    park: bool = _switch(True)
+    batch_size: str = _choice("fixed", "fixed", "adaptive")
+    min_chunk_tokens: int = _number(64, 1, 1_000_000)
+    candidates: int = _number(4, 1, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorConfig:
+    """The model of a step's time that the limit is held against.
+
+    `profile` is a file that `echo-sgl calibrate` wrote; its model then takes the place of
+    `model`. Without one the model is fitted to the first live steps. `quantile` of the upper
+    band is used; every `refit_steps` steps the model is fitted again, 0 means never. What was
+    not observed for `stale_s` is not trusted. `error` makes every prediction wrong by that
+    share, for experiments.
+    """
+
+    model: str = _choice("pooled", "pooled", "linear", "bros", "roofline")
+    profile: str = _text("")
+    quantile: float = _number(0.95, 0.01, 0.999)
+    refit_steps: int = _number(500, 0, 1_000_000)
+    stale_s: float = _number(60.0, 0.0, 86_400.0)
+    error: float = _number(0.0, -0.9, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesConfig:
+    """Bounds of the batch service; those on files, batches and uploads hold for each API key.
+
+    `window_lines` and `window_tokens` are what the service keeps in the engine at a time, and so
+    what a crash computes again. `max_line_attempts` bounds replies that broke (5xx), not refusals
+    (429, 503). `infeasible` "refuse" turns a batch away whose window the measured rate misses.
+    """
+
+    window_lines: int = _number(256, 1, 50_000)
+    window_tokens: int = _number(1_000_000, 1, 1_000_000_000)
+    max_line_attempts: int = _number(5, 1, 1000)
+    max_lines: int = _number(50_000, 1, 1_000_000)
+    max_file_bytes: int = _number(209_715_200, 1, 100_000_000_000)
+    max_files: int = _number(10_000, 1, 1_000_000_000)
+    max_stored_bytes: int = _number(100_000_000_000, 1, 10**15)
+    max_open_batches: int = _number(100, 1, 100_000)
+    max_uploads_per_minute: int = _number(60, 1, 1_000_000)
+    file_days: float = _number(30.0, 0.01, 3650.0)
+    infeasible: str = _choice("accept", "accept", "refuse")
+
+
+@dataclass(frozen=True, slots=True)
 class EchoConfig:
     """All that Echo can be told, one section per concern."""
 
     offline: OfflineConfig = OfflineConfig()
     cache: CacheConfig = CacheConfig()
     reserve: ReserveConfig = ReserveConfig()
+    slo: SloConfig = SloConfig()
+    steps: StepsConfig = StepsConfig()
+    estimator: EstimatorConfig = EstimatorConfig()
+    batches: BatchesConfig = BatchesConfig()
 
 
 def load_config(path: str | os.PathLike[str]) -> EchoConfig:
@@ -118,7 +230,22 @@ def parse_config(document: Mapping[str, Any]) -> EchoConfig:
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name} is {values!r}; write it as a section: [{name}]")
         parsed[name] = _parse_section(name, default, values)
-    return _resolve_cache_order(EchoConfig(**parsed))
+    return _resolve_limit(_resolve_cache_order(EchoConfig(**parsed)))
+
+
+def _resolve_limit(config: EchoConfig) -> EchoConfig:
+    """Replace "auto" by the limit that the promises allow, and check that they are there."""
+    slo, steps = config.slo, config.steps
+    has_slo = slo.ttft_s > 0 and slo.tpot_s > 0
+    if steps.limit == "auto":
+        limit = "slack" if has_slo else "relative"
+        return dataclasses.replace(config, steps=dataclasses.replace(steps, limit=limit))
+    if steps.limit == "slack" and not has_slo:
+        raise ConfigError(
+            f"steps.limit is 'slack', which needs both promises, but slo.ttft_s is {slo.ttft_s} "
+            f"and slo.tpot_s is {slo.tpot_s}; name both, or set steps.limit to relative or budget"
+        )
+    return config
 
 
 def _resolve_cache_order(config: EchoConfig) -> EchoConfig:
@@ -161,8 +288,14 @@ def _parse_section(name: str, default: Any, values: Mapping[str, Any]) -> Any:
 
 def _checked(key: str, item: dataclasses.Field[Any], value: Any) -> Any:
     if choices := item.metadata.get("choices"):
-        if value not in choices:
-            raise ConfigError(f"{key} is {value!r}; allowed are {', '.join(choices)}")
+        # A TOML 1 is not true: equality alone would let it pass.
+        if value not in choices or type(value) is not type(item.default):
+            allowed = ", ".join(str(one).lower() for one in choices)
+            raise ConfigError(f"{key} is {value!r}; allowed are {allowed}")
+        return value
+    if item.metadata.get("is_text"):
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} is {value!r}; it must be a text")
         return value
     wanted: type[int] | type[float] = int if isinstance(item.default, int) else float
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 
 import pytest
 
@@ -19,6 +20,36 @@ from echo_sgl.errors import ConfigError
 @pytest.mark.parametrize("name", preset_names())
 def test_every_packaged_preset_loads(name):
     assert isinstance(load_config(resolve_config_path(name)), EchoConfig)
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "cache", "limit", "model", "selection", "parks"),
+    [
+        ("bs", "fcfs", "stock", "off", "pooled", "shortest", False),
+        ("bs-e", "fcfs", "stock", "slack", "pooled", "in-order", True),
+        ("bs-e-s", "psm", "stock", "slack", "pooled", "shortest", True),
+        ("echo", "psm", "next-use", "slack", "pooled", "shortest", True),
+        ("hygen", "psm", "lru", "budget", "linear", "in-order", True),
+        ("bros", "fcfs", "stock", "slack", "bros", "uncached", True),
+        ("ooco", "fcfs", "lru", "slack", "roofline", "mix", True),
+    ],
+)
+def test_with_promises_filled_in_a_preset_is_the_system_it_is_named_after(
+    name, order, cache, limit, model, selection, parks
+):
+    document = tomllib.loads(resolve_config_path(name).read_text())
+    config = parse_config(document | {"slo": {"ttft_s": 1.0, "tpot_s": 0.1}})
+    steps = config.steps
+    assert (config.offline.order, config.cache.order) == (order, cache)
+    assert (steps.limit, config.estimator.model) == (limit, model)
+    assert (steps.decode_selection, steps.park) == (selection, parks)
+    assert steps.batch_size == ("adaptive" if name == "bros" else "fixed")
+    assert config.reserve.predictor == ("peak" if name == "echo" else "off")
+
+
+def test_the_presets_of_the_ablation_are_all_shipped():
+    known = {"bs", "bs-e", "bs-e-s", "echo", "hygen", "bros", "ooco"}
+    assert known <= set(preset_names())
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):
@@ -41,6 +72,20 @@ def test_the_order_of_eviction_follows_the_offline_order(offline, cache):
 
 
 @pytest.mark.parametrize(
+    ("slo", "limit"),
+    [({}, "relative"), ({"ttft_s": 1.0}, "relative"), ({"ttft_s": 1.0, "tpot_s": 0.1}, "slack")],
+)
+def test_the_limit_of_a_step_follows_the_promises_that_are_named(slo, limit):
+    assert parse_config({"slo": slo}).steps.limit == limit
+
+
+def test_switches_and_texts_are_taken_as_they_are():
+    config = parse_config({"steps": {"park": False}, "estimator": {"profile": "h200.json"}})
+    assert config.steps.park is False
+    assert config.estimator.profile == "h200.json"
+
+
+@pytest.mark.parametrize(
     ("document", "message"),
     [
         ({"ofline": {}}, "unknown section 'ofline'; known are offline"),
@@ -58,6 +103,11 @@ def test_the_order_of_eviction_follows_the_offline_order(offline, cache):
         ({"offline": {"seed": 1.0}}, "must be a int"),
         ({"offline": {"max_pool_requests": 0}}, "allowed is 1 to 1000000"),
         ({"cache": {"order": "mru"}}, "allowed are auto, next-use, echo, lru, stock"),
+        ({"steps": {"limit": "slack"}}, "needs both promises, but slo.ttft_s is 0.0"),
+        ({"steps": {"park": 1}}, "steps.park is 1; allowed are true, false"),
+        ({"steps": {"max_inflation": 0.9}}, "allowed is 1.0 to 1000.0"),
+        ({"estimator": {"profile": 3}}, "estimator.profile is 3; it must be a text"),
+        ({"slo": {"tpot_s": -1}}, "slo.tpot_s is -1; allowed is 0.0 to 3600.0"),
         ({"cache": {"protected_share": 1.1}}, "protected_share is 1.1; allowed is 0.0 to 1.0"),
         ({"reserve": {"k": -1}}, "reserve.k is -1; allowed is 0.0 to 100.0"),
         ({"reserve": {"predictor": "oracle"}}, "allowed are peak, mean-std, off"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import (
     CLIP_MAX_NEW_TOKENS,
     AddReqResult,
@@ -13,28 +14,36 @@ from sglang.srt.managers.schedule_policy import (
     SchedulePolicy,
 )
 
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.engine.refusals import Reason
 from echo_sgl.engine.tasks import task_of
 from echo_sgl.types import Task
 
 if TYPE_CHECKING:
     from echo_sgl.engine.kv_limits import KvLimits
+    from echo_sgl.engine.step_control import StepControl
+    from echo_sgl.engine.terms import RequestTerms
+    from echo_sgl.policies.step_planner import StepPlanner
 
 # A neighbour's prefix is worth one step's wait when it saves at least this much prefill.
 MIN_SHARED_TOKENS = 32
 
 
 def is_offline(req: Req) -> bool:
-    return task_of(req) is Task.OFFLINE
+    terms: RequestTerms | None = getattr(req, "echo_terms", None)
+    return task_of(req) is Task.OFFLINE if terms is None else terms.is_offline
 
 
 class EchoSchedulePolicy(SchedulePolicy):
     """SGLang's own order for the online requests; offline candidates stay behind them.
 
-    `offered` and `offline_chunk_tokens` are set by the scheduler before each prefill pass.
+    `offered` and `offline_chunk_tokens` are set by the scheduler before each prefill pass;
+    `planner` says how long a chunk may be.
     """
 
     offered: tuple[Req, ...] = ()
     offline_chunk_tokens: int | None = None
+    planner: StepPlanner
 
     def calc_priority(
         self, waiting_queue: list[Req], running_batch: Any = None, processed_tokens: int = 0
@@ -48,25 +57,38 @@ class EchoSchedulePolicy(SchedulePolicy):
         self, chunked_req: Req, waiting_queue: list[Req], budget: int, page_size: int
     ) -> int | None:
         limit = super().shortest_prefill_chunk_limit(chunked_req, waiting_queue, budget, page_size)
-        if self.offline_chunk_tokens is None or not is_offline(chunked_req):
-            return limit
-        chunk = max(1, self.offline_chunk_tokens // page_size) * page_size
-        return chunk if limit is None else min(chunk, limit)
+        left = _new_tokens(chunked_req)
+        most = left if limit is None else min(left, limit)
+        room = partial(
+            self.planner.offline_chunk_tokens
+            if is_offline(chunked_req)
+            else self.planner.online_chunk_tokens,
+            BatchShape(),
+            cached_tokens=int(chunked_req.prefix_len),
+            page_size=page_size,
+        )
+        if is_offline(chunked_req) and self.offline_chunk_tokens is not None:
+            most = min(most, max(1, self.offline_chunk_tokens // page_size) * page_size)
+        # Whether it runs at all was decided before; SGLang wants to see it make progress.
+        return room(max_tokens=most) or min(most, page_size)
 
 
 class EchoPrefillAdder(PrefillAdder):
-    """Retracts offline requests, last started first, when an online one does not fit.
+    """Retracts offline requests, parked ones first, when an online one does not fit.
 
     `offline_tokens_left` bounds what offline requests may prefill in this step; None when
     only the chunk size does. `kv_limits` bounds the KV that they may hold active, of which
     this pass has promised `planned_tokens`. `inflight` are the requests whose prefill is
     launched but not yet in the tree. `yields_to_priorities` says whether SGLang's own
-    preemption among online requests was asked for.
+    preemption among online requests was asked for. `shape` is the step as it stands, held
+    against the limit by `control`.
     """
 
     rem_chunk_tokens: int | None
     offline_tokens_left: int | None = None
     kv_limits: KvLimits | None = None
+    control: StepControl
+    shape: BatchShape
     planned_tokens: int = 0
     inflight: Sequence[Req] = ()
     yields_to_priorities: bool = False
@@ -74,46 +96,78 @@ class EchoPrefillAdder(PrefillAdder):
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        if is_offline(req):
-            return self._add_offline(req, has_chunked_req, truncation_align_size)
-        result = super().add_one_req(req, has_chunked_req, truncation_align_size)
-        if self.kv_limits is not None and self._was_added(req):
-            self.kv_limits.note_online_start(req)
+        add = self._add_offline if is_offline(req) else self._add_online_making_room
+        result = add(req, has_chunked_req, truncation_align_size)
+        if result is AddReqResult.NO_TOKEN and not self._was_added(req):
+            self._refuse_for_memory(req)
+        return result
+
+    def _add_online_making_room(
+        self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult:
+        result = self._add_online(req, has_chunked_req, truncation_align_size)
         while result is AddReqResult.NO_TOKEN and not self._was_added(req):
-            if not self._can_make_room(req) or not self._retract_last_started():
+            if not self._can_make_room(req) or not self._retract_one():
                 break
             # Retraction evicts, perhaps from the prefix that this request had matched.
             req.init_next_round_input(self.tree_cache)
-            result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+            result = self._add_online(req, has_chunked_req, truncation_align_size)
+        if self.kv_limits is not None and self._was_added(req):
+            self.kv_limits.note_online_start(req)
         return result
+
+    def _add_online(
+        self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult:
+        chunk_tokens = self.control.planner.online_chunk_tokens(
+            self.shape,
+            cached_tokens=int(req.prefix_len),
+            max_tokens=_new_tokens(req),
+            page_size=self.page_size,
+        )
+        if has_chunked_req and chunk_tokens < _new_tokens(req):
+            # One request at a time may be between chunks; this one comes after it.
+            return AddReqResult.OTHER
+        return self._add_chunk(req, chunk_tokens, has_chunked_req, truncation_align_size)
 
     def add_chunked_req(self, req: Req) -> Req | None:
         before = self.rem_input_tokens
         unfinished = super().add_chunked_req(req)
+        if self._was_added(req):
+            self.shape.add_prefill(req.extend_len, req.prefix_len)
         if is_offline(req):
             self._charge_offline(before - self.rem_input_tokens)
         return unfinished
 
     def preempt_to_schedule(self, req: Req) -> bool:
         """Free a request slot for an online request; an offline one waits."""
-        if is_offline(req):
-            return False
-        if self._retract_last_started():
+        if not is_offline(req) and self._retract_one():
             return True
-        return self.yields_to_priorities and super().preempt_to_schedule(req)
+        if not is_offline(req) and self.yields_to_priorities and super().preempt_to_schedule(req):
+            return True
+        num_running = len(self.running_batch.reqs) + len(self.control.parked)
+        self.control.refuse(Reason.SLOT, req.rid, num_running=num_running)
+        return False
 
     def _add_offline(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
         # SGLang tracks one unfinished chunk only; it has used up what this step had.
         spent = self.offline_tokens_left is not None and self.offline_tokens_left <= 0
-        if has_chunked_req or spent or self._prefix_is_being_computed(req):
+        if has_chunked_req or spent:
+            self.control.refuse(Reason.ORDER, req.rid)
+            return AddReqResult.OTHER
+        if self._prefix_is_being_computed(req):
+            self.control.refuse(Reason.PREFIX, req.rid)
             return AddReqResult.OTHER
         if self.kv_limits is None:
-            return self._add_within_share(req, has_chunked_req, truncation_align_size)
-        if self.kv_limits.holds_back(req, self.planned_tokens + self._growth_tokens(req)):
+            return self._add_within_limit(req, has_chunked_req, truncation_align_size)
+        planned_tokens = self.planned_tokens + self._growth_tokens(req)
+        if self.kv_limits.holds_back(req, planned_tokens):
+            facts = self.kv_limits.facts(req, planned_tokens)
+            self.control.refuse(Reason.RESERVE, req.rid, **facts)
             return AddReqResult.OTHER
-        result = self._add_within_share(req, has_chunked_req, truncation_align_size)
+        result = self._add_within_limit(req, has_chunked_req, truncation_align_size)
         if self._was_added(req):
             # Its prefix is locked and so active from here on; the rest is only promised.
             self.planned_tokens += req.seqlen - req.prefix_len
@@ -131,20 +185,52 @@ class EchoPrefillAdder(PrefillAdder):
             return 0
         return int(sum(map(self._get_running_request_total_token_offset, [*others, req])))
 
-    def _add_within_share(
+    def _add_within_limit(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        """Admit an offline request with what this step may prefill for offline ones."""
-        whole_chunk = self.rem_chunk_tokens
-        if whole_chunk is None or self.offline_tokens_left is None:
-            return super().add_one_req(req, has_chunked_req, truncation_align_size)
-        share = min(whole_chunk, self.offline_tokens_left)
+        """Admit an offline request with what the limits leave to prefill in this step."""
+        need = most = _new_tokens(req)
+        if self.offline_tokens_left is not None:
+            most = min(most, self.offline_tokens_left)
+        planner = self.control.planner
+        allowed = planner.offline_chunk_tokens(
+            self.shape,
+            cached_tokens=int(req.prefix_len),
+            max_tokens=most,
+            page_size=self.page_size,
+        )
+        whole_or_nothing = self.rem_chunk_tokens is None and allowed < need
+        if not allowed or (whole_or_nothing and planner.view.is_present):
+            self.control.refuse_for_time(
+                req.rid, self.shape, max_tokens=most, cached_tokens=int(req.prefix_len)
+            )
+            return AddReqResult.OTHER
+        before = self.rem_input_tokens
+        result = self._add_chunk(req, allowed, has_chunked_req, truncation_align_size)
+        self._charge_offline(before - self.rem_input_tokens)
+        return result
+
+    def _add_chunk(
+        self,
+        req: Req,
+        chunk_tokens: int,
+        has_chunked_req: bool,
+        truncation_align_size: int | None,
+    ) -> AddReqResult:
+        """SGLang's admission with at most `chunk_tokens` of what is left of the chunk."""
+        whole_chunk = share = self.rem_chunk_tokens
+        if whole_chunk is not None and chunk_tokens < _new_tokens(req):
+            # Only then: SGLang counts whole pages, and one page more than the prompt's tokens.
+            share = min(whole_chunk, chunk_tokens)
         self.rem_chunk_tokens = share
         result = super().add_one_req(req, has_chunked_req, truncation_align_size)
-        used = share - self.rem_chunk_tokens
-        self.rem_chunk_tokens = whole_chunk - used
-        self._charge_offline(used)
-        return result
+        if whole_chunk is not None and share is not None:
+            self.rem_chunk_tokens = whole_chunk - (share - (self.rem_chunk_tokens or 0))
+        if not self._was_added(req):
+            return result
+        self.shape.add_prefill(req.extend_len, req.prefix_len)
+        # One request at a time may be between chunks; else go on while the whole chunk lasts.
+        return AddReqResult.OTHER if self.new_chunked_req is req else self.budget_state()
 
     def _prefix_is_being_computed(self, req: Req) -> bool:
         """Whether a neighbour in prefix order computes, right now, what this one would.
@@ -163,6 +249,22 @@ class EchoPrefillAdder(PrefillAdder):
             and neighbour.cache_salt == req.cache_salt
             for neighbour in (*self.inflight[-1:], *self.can_run_list[-1:])
         )
+
+    def _refuse_for_memory(self, req: Req) -> None:
+        free_tokens = self.token_to_kv_pool_allocator.available_size()
+        evictable_tokens = self.tree_cache.evictable_size()
+        self.control.refuse(
+            Reason.MEMORY,
+            req.rid,
+            needed_tokens=self._needed_tokens(req),
+            free_tokens=free_tokens,
+            evictable_tokens=evictable_tokens,
+            promised_tokens=free_tokens + evictable_tokens - self.rem_total_tokens,
+        )
+
+    def _needed_tokens(self, req: Req) -> int:
+        max_new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        return int(req.seqlen - req.prefix_len + max_new_tokens + self.page_size)
 
     def _charge_offline(self, num_tokens: int) -> None:
         if self.offline_tokens_left is not None:
@@ -189,26 +291,24 @@ class EchoPrefillAdder(PrefillAdder):
             + self._get_running_request_total_token_offset(self.running_batch.reqs[index])
             for index in self._offline_running()
         )
-        max_new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-        needed_tokens = req.seqlen - req.prefix_len + max_new_tokens + self.page_size
-        return needed_tokens <= self.rem_total_tokens + freed_tokens
+        freed_tokens += sum(parked.seqlen for parked in self.control.parked)
+        return self._needed_tokens(req) <= self.rem_total_tokens + freed_tokens
 
-    def _retract_last_started(self) -> bool:
-        """Take the offline request that started last out of the running batch."""
-        candidates = self._offline_running()
-        if not candidates:
+    def _retract_one(self) -> bool:
+        """Take memory from an offline request: parked before running, least work lost first."""
+        running = [self.running_batch.reqs[index] for index in self._offline_running()]
+        victim = self.control.retract_one(self.running_batch, running)
+        if victim is None:
             return False
-        victim = self.running_batch.reqs[candidates[-1]]
-        self.memory_budget.total_offset -= self._get_running_request_total_token_offset(victim)
-        retract(self.running_batch, candidates[-1])
+        if victim in running:
+            offset = self._get_running_request_total_token_offset(victim)
+            self.memory_budget.total_offset -= offset
         self.preempt_list.append(victim)
         return True
 
 
-def retract(batch: ScheduleBatch, index: int) -> None:
-    """Take a request out of the running batch; what it computed stays in the tree."""
-    batch.release_req(index, len(batch.reqs) - 1)
-    batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != index])
+def _new_tokens(req: Req) -> int:
+    return len(req.full_untruncated_fill_ids) - int(req.prefix_len)
 
 
 def decode_retraction_order(order: list[int], reqs: list[Req]) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from echo_sgl.engine.counters import CounterTotals
 from echo_sgl.policies.eviction_order import Worth
 from echo_sgl.types import Task
 
@@ -24,74 +24,68 @@ class CacheMetrics:
         def gauge(name: str, text: str) -> Any:
             return Gauge(name, text, ["task"], multiprocess_mode="livesum")
 
-        self._evicted = Counter(
+        evicted = Counter(
             "echo_sgl_evicted_tokens",
             "Cached tokens evicted, by class of their last user and what they were worth.",
             ["task", "worth"],
         )
+        worths = [worth.name.lower() for worth in Worth]
+        self._evicted = {
+            (task, worth): evicted.labels(task, worth) for task in Task for worth in worths
+        }
         self._punished = Counter(
             "echo_sgl_punished_tokens",
             "Tokens computed again because they were evicted while requests waited for them.",
             ["task"],
-        )
+        ).labels(Task.OFFLINE)
         self._held_back = Counter(
             "echo_sgl_held_back",
             "Times that a request was not started because the burst reserve forbade it.",
             ["task"],
-        )
+        ).labels(Task.OFFLINE)
         self._reserve_hits = Counter(
             "echo_sgl_reserve_hits",
             "Online requests that started on room which the reserve had kept.",
             ["task"],
-        )
+        ).labels(Task.ONLINE)
         self._recomputed = Histogram(
             "echo_sgl_recomputed_tokens",
             "Tokens that an offline request computed more than once, one value per request.",
             ["task"],
             buckets=RECOMPUTED_BUCKETS,
-        )
-        self._cached = gauge("echo_sgl_cached_tokens", "Tokens in the cache by last user.")
-        self._active = gauge("echo_sgl_active_kv_tokens", "KV tokens that running requests hold.")
-        self._limit = gauge("echo_sgl_kv_limit_tokens", "KV that offline requests may hold active.")
+        ).labels(Task.OFFLINE)
+        cached = gauge("echo_sgl_cached_tokens", "Tokens in the cache by last user.")
+        self._cached = {task: cached.labels(task) for task in Task}
+        active = gauge("echo_sgl_active_kv_tokens", "KV tokens that running requests hold.")
+        self._active = {task: active.labels(task) for task in Task}
+        self._limit = gauge(
+            "echo_sgl_kv_limit_tokens", "KV that offline requests may hold active."
+        ).labels(Task.OFFLINE)
         self._reserve = gauge(
             "echo_sgl_reserve_tokens", "KV kept free for growth of online use beyond the present."
-        )
+        ).labels(Task.ONLINE)
         self._protected = gauge(
             "echo_sgl_protected_tokens", "Cached tokens in the protected online working set."
-        )
-        self._seen: defaultdict[Any, int] = defaultdict(int)
-        self._show_zeros()
+        ).labels(Task.ONLINE)
+        self._totals = CounterTotals()
 
     def observe_end(self, recomputed_tokens: int) -> None:
         """An offline request ended."""
-        self._recomputed.labels(Task.OFFLINE).observe(recomputed_tokens)
+        self._recomputed.observe(recomputed_tokens)
 
     def publish(self, core: EchoTreeCore | None, limits: KvLimits) -> None:
         """Refresh all series; a few times a second."""
-        self._add(self._held_back.labels(Task.OFFLINE), limits.num_held_back)
-        self._add(self._reserve_hits.labels(Task.ONLINE), limits.num_reserve_hits)
-        self._active.labels(Task.ONLINE).set(limits.online_tokens)
-        self._active.labels(Task.OFFLINE).set(limits.offline_tokens)
-        self._limit.labels(Task.OFFLINE).set(limits.offline_limit_tokens)
-        self._reserve.labels(Task.ONLINE).set(limits.reserve_tokens)
+        self._totals.bring(self._held_back, limits.num_held_back)
+        self._totals.bring(self._reserve_hits, limits.num_reserve_hits)
+        self._active[Task.ONLINE].set(limits.online_tokens)
+        self._active[Task.OFFLINE].set(limits.offline_tokens)
+        self._limit.set(limits.offline_limit_tokens)
+        self._reserve.set(limits.reserve_tokens)
         if core is None:
             return
-        for (task, worth), num_tokens in core.counts.evicted_tokens.items():
-            self._add(self._evicted.labels(task, worth), num_tokens)
-        self._add(self._punished.labels(Task.OFFLINE), core.counts.punished_tokens)
-        self._protected.labels(Task.ONLINE).set(core.working_set.num_tokens)
-        for task in Task:
-            self._cached.labels(task).set(core.counts.cached_tokens[task])
-
-    def _add(self, counter: Any, total: int) -> None:
-        """Bring a counter to a total that the engine counts itself."""
-        counter.inc(total - self._seen[counter])
-        self._seen[counter] = total
-
-    def _show_zeros(self) -> None:
-        for worth in Worth:
-            for task in Task:
-                self._evicted.labels(task, worth.name.lower())
-        for metric in (self._punished, self._held_back, self._recomputed):
-            metric.labels(Task.OFFLINE)
-        self._reserve_hits.labels(Task.ONLINE)
+        for kind, num_tokens in core.counts.evicted_tokens.items():
+            self._totals.bring(self._evicted[kind], num_tokens)
+        self._totals.bring(self._punished, core.counts.punished_tokens)
+        self._protected.set(core.working_set.num_tokens)
+        for task, gauge in self._cached.items():
+            gauge.set(core.counts.cached_tokens[task])

@@ -1,11 +1,20 @@
-"""One clock for all ranks: rank 0 reads it, the value rides the broadcast of the step."""
+"""One clock for all ranks: rank 0 reads it, the value rides the broadcast of the step.
+
+So do the times that steps took: ranks that learned from their own would come to decide
+differently.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-TICK_INTERVAL_S = 0.05
+from echo_sgl.batch_shape import BatchRow
+
+IDLE_INTERVAL_S = 0.05
+
+Measured = list[tuple[BatchRow, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,30 +22,41 @@ class ClockTick:
     """A message among a step's requests."""
 
     now_s: float
+    measured: Measured
 
 
 class StepClock:
-    """What time it is in this step, the same on every rank; it never goes back."""
+    """What time it is in this step and which steps ended, the same on every rank.
 
-    def __init__(self, *, is_shared: bool) -> None:
-        self._is_shared = is_shared
+    It never goes back. `take_measured` hands over the steps that ended on this rank.
+    """
+
+    def __init__(self, take_measured: Callable[[], Measured], *, is_shared: bool) -> None:
+        self._take_measured, self._is_shared = take_measured, is_shared
         self._last_tick_s = 0.0
         self.now_s = 0.0
 
     def tick(self) -> list[ClockTick]:
-        """On rank 0: what to broadcast now. A single rank needs no message."""
-        now_s = time.monotonic()
-        if not self._is_shared or now_s - self._last_tick_s < TICK_INTERVAL_S:
+        """On rank 0: what to broadcast now. A single rank needs no message.
+
+        Nothing ran while there is nothing measured: then a tick now and then is enough.
+        """
+        if not self._is_shared:
+            return []
+        now_s, measured = time.perf_counter(), self._take_measured()
+        if not measured and now_s - self._last_tick_s < IDLE_INTERVAL_S:
             return []
         self._last_tick_s = now_s
-        return [ClockTick(now_s)]
+        return [ClockTick(now_s, measured)]
 
-    def take_ticks(self, messages: list[object]) -> list[object]:
-        """Advance to the ticks among the messages; return the others."""
+    def take_ticks(self, messages: list[object]) -> tuple[list[object], Measured]:
+        """Advance to the ticks among the messages; return the others, and the steps that ended."""
         if not self._is_shared:
-            self.now_s = time.monotonic()
-            return messages
+            self.now_s = time.perf_counter()
+            return messages, self._take_measured()
+        measured: Measured = []
         for message in messages:
             if isinstance(message, ClockTick):
                 self.now_s = max(self.now_s, message.now_s)
-        return [message for message in messages if not isinstance(message, ClockTick)]
+                measured += message.measured
+        return [one for one in messages if not isinstance(one, ClockTick)], measured

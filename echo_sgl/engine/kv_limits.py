@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from echo_sgl.config import ReserveConfig
-from echo_sgl.engine.admission import is_offline
 from echo_sgl.estimators.kv_demand import create_kv_demand
 from echo_sgl.policies.reserve import BurstReserve
 
@@ -33,10 +31,9 @@ class KvLimits:
         self.num_held_back = 0
         self.num_reserve_hits = 0
 
-    def observe(self, now_s: float, running: Iterable[Any]) -> None:
-        """Note what the running requests hold; once per scheduler step."""
+    def observe(self, now_s: float, online_tokens: int) -> None:
+        """Note what the running online requests hold; once per scheduler step."""
         self._now_s = now_s
-        online_tokens = sum(req.seqlen for req in running if not is_offline(req))
         self.online_tokens = min(online_tokens, self.active_tokens)
         self._reserve.observe(now_s, self.online_tokens)
 
@@ -86,6 +83,15 @@ class KvLimits:
                 self.offline_limit_tokens,
             )
         return True
+
+    def facts(self, req: Any, planned_tokens: int) -> dict[str, int]:
+        """What `holds_back` compares, in tokens."""
+        return {
+            "needed_tokens": self.new_tokens(req),
+            "planned_tokens": planned_tokens,
+            "used_tokens": self.offline_tokens,
+            "limit_tokens": self.offline_limit_tokens,
+        }
 
     def note_start(self, req: Any) -> None:
         """Count what an offline request that starts must compute a second time."""

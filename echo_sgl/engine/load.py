@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
 from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.parking import ParkedDecodes
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
@@ -15,12 +16,14 @@ class PooledLoadInquirer(SchedulerLoadInquirer):
     """Adds the pool's running totals, so a report costs the same with 50,000 pooled requests."""
 
     offline_pool: OfflinePool
+    parked: ParkedDecodes
 
     def get_loads(self) -> Any:
         # A slotted dataclass is a new class, so super() without arguments would not find it.
         load = SchedulerLoadInquirer.get_loads(self)
         num_tokens = self.offline_pool.num_tokens
         cache_miss_rate = 1.0 - self.get_recent_cache_hit_rate()
+        load.num_running_reqs += len(self.parked)
         load.num_waiting_reqs += len(self.offline_pool)
         load.num_waiting_uncached_tokens += int(num_tokens * cache_miss_rate)
         load.num_total_tokens += num_tokens
@@ -30,8 +33,10 @@ class PooledLoadInquirer(SchedulerLoadInquirer):
         return load
 
 
-def with_pooled_load(inquirer: SchedulerLoadInquirer, pool: OfflinePool) -> PooledLoadInquirer:
-    """The same inquirer, with the pool counted as waiting."""
+def with_pooled_load(
+    inquirer: SchedulerLoadInquirer, pool: OfflinePool, parked: ParkedDecodes
+) -> PooledLoadInquirer:
+    """The same inquirer, with the pool counted as waiting and the parked as running."""
     fields = dataclasses.fields(SchedulerLoadInquirer)
     values = {field.name: getattr(inquirer, field.name) for field in fields}
-    return PooledLoadInquirer(**values, offline_pool=pool)
+    return PooledLoadInquirer(**values, offline_pool=pool, parked=parked)

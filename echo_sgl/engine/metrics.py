@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from echo_sgl.engine.cache_metrics import CacheMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
-from echo_sgl.engine.tasks import task_of, task_of_input
+from echo_sgl.engine.step_metrics import StepMetrics
+from echo_sgl.engine.tasks import task_of_input
 from echo_sgl.types import Task
 
 if TYPE_CHECKING:
     from echo_sgl.engine.kv_limits import KvLimits
+    from echo_sgl.engine.step_control import StepControl
     from echo_sgl.engine.tree_core import EchoTreeCore
 
 # Powers of two with one step between; offline requests may wait for hours.
@@ -92,7 +94,7 @@ class SchedulerMetrics:
     """What only the scheduler sees: the pool, retractions and parked prefills."""
 
     def __init__(self) -> None:
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Gauge
 
         self._pool_requests = Gauge(
             "echo_sgl_pool_requests",
@@ -106,49 +108,43 @@ class SchedulerMetrics:
             ["task"],
             multiprocess_mode="livemax",
         ).labels(Task.OFFLINE)
-        retractions = Counter(
-            "echo_sgl_retractions",
-            "Running requests that lost their place and KV cache and will be resumed.",
-            ["task"],
-        )
-        self._retractions = {task: retractions.labels(task) for task in Task}
-        self._parks = Counter(
-            "echo_sgl_parked_prefills",
-            "Chunked prefills that were set aside for an online request.",
-            ["task"],
-        ).labels(Task.OFFLINE)
         self._cache = CacheMetrics()
+        self._steps = StepMetrics()
         self._next_publish_s = 0.0
-        self._shows_busy = False
+        self._was_busy = False
 
     @staticmethod
     def create(*, enabled: bool) -> SchedulerMetrics:
         return SchedulerMetrics() if enabled else _NoSchedulerMetrics()
 
-    def count_retraction(self, req: Any) -> None:
-        self._retractions[task_of(req)].inc()
-
-    def count_park(self) -> None:
-        self._parks.inc()
-
     def observe_offline_end(self, recomputed_tokens: int) -> None:
         self._cache.observe_end(recomputed_tokens)
 
     def publish(
-        self, pool: OfflinePool, core: EchoTreeCore | None, limits: KvLimits, now_s: float
+        self,
+        pool: OfflinePool,
+        core: EchoTreeCore | None,
+        limits: KvLimits,
+        control: StepControl,
+        now_s: float,
     ) -> None:
-        """Refresh the gauges: a few times a second at most, and at once when nothing waits or runs.
+        """Once per iteration of the loop; the gauges follow a few times a second.
 
-        An idle scheduler may sleep, so what stands there last must be right.
+        And at once when nothing waits or runs any more: an idle scheduler may sleep, so what
+        stands there last must be right.
         """
+        self._steps.observe(control)
         is_busy = len(pool) > 0 or limits.active_tokens > 0
-        if now_s < self._next_publish_s and (is_busy or not self._shows_busy):
+        # Work that came and went between two refreshes counts, too.
+        has_settled = self._was_busy and not is_busy
+        self._was_busy = is_busy
+        if now_s < self._next_publish_s and not has_settled:
             return
         self._next_publish_s = now_s + POOL_PUBLISH_INTERVAL_S
-        self._shows_busy = is_busy
         self._pool_requests.set(len(pool))
         self._pool_oldest_age_s.set(pool.oldest_age_s(now_s))
         self._cache.publish(core, limits)
+        self._steps.publish(control, now_s)
 
 
 class _NoSchedulerMetrics(SchedulerMetrics):
@@ -157,17 +153,16 @@ class _NoSchedulerMetrics(SchedulerMetrics):
     def __init__(self) -> None:
         pass
 
-    def count_retraction(self, req: Any) -> None:
-        pass
-
-    def count_park(self) -> None:
-        pass
-
     def observe_offline_end(self, recomputed_tokens: int) -> None:
         pass
 
     def publish(
-        self, pool: OfflinePool, core: EchoTreeCore | None, limits: KvLimits, now_s: float
+        self,
+        pool: OfflinePool,
+        core: EchoTreeCore | None,
+        limits: KvLimits,
+        control: StepControl,
+        now_s: float,
     ) -> None:
         pass
 

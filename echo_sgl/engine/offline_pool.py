@@ -14,6 +14,9 @@ from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
 from echo_sgl.types import PendingRequest
 
+# Enough to fill any prefill step whose prompts are mostly cached, and a constant per step.
+MAX_OFFERED = 64
+
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
@@ -26,10 +29,11 @@ class _Waiting:
 class OfflinePool:
     """Pooled SGLang requests by id, by time of entry, and in the order a policy gives.
 
-    Every operation costs O(log n) and nothing is done per scheduler step, so 50,000
-    waiting requests cost a step no more than ten. It also knows the requests that left it
-    to run, until `end`: together they are the pending ones that cached prefixes wait for.
-    `on_change` is told each prompt whose request comes, starts or goes.
+    Every operation costs O(log n) and a way down a `PrefixIndex`; nothing is done per
+    scheduler step, so 50,000 waiting requests cost a step no more than ten. It
+    also knows the requests that left it to run, until `end`: together they are the pending
+    ones that cached prefixes wait for. `on_change` is told each prompt whose request comes,
+    starts or goes.
     """
 
     on_change: Callable[[Any, Any], None] | None = None
@@ -58,7 +62,15 @@ class OfflinePool:
     def is_full(self) -> bool:
         return len(self) >= self.capacity
 
-    def add(self, req: Any, *, entry_s: float, resumed: bool) -> None:
+    def add(
+        self,
+        req: Any,
+        *,
+        entry_s: float,
+        resumed: bool,
+        deadline_s: float | None = None,
+        work_tokens: int = 0,
+    ) -> None:
         """Let a request wait. One that `resumed` keeps the place in line of its first entry."""
         self.end(req)
         if not hasattr(req, "echo_sequence"):
@@ -68,12 +80,19 @@ class OfflinePool:
             prompt=req.origin_input_ids + req.output_ids if resumed else req.origin_input_ids,
             sequence=req.echo_sequence,
             namespace=namespace_of(req),
+            deadline_s=deadline_s,
+            work_tokens=work_tokens,
         )
         self._order.add(pending, resumed=resumed)
         waiting = _Waiting(req, pending, entry_s, req.seqlen)
         self._by_rid[req.rid] = self._by_entry[req.rid] = waiting
         self.num_tokens += waiting.num_tokens
         self._changed(req, pending)
+
+    def find(self, rid: str) -> Any | None:
+        """The request of that id, if it waits."""
+        waiting = self._by_rid.get(rid)
+        return waiting.req if waiting is not None else None
 
     def upcoming(self, limit: int) -> list[Any]:
         """The next `limit` requests in the policy's order; they stay in the pool."""

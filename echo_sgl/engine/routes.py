@@ -2,53 +2,118 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+import sys
+from http import HTTPStatus
+from typing import Annotated, Any
 
-from fastapi import APIRouter
-from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
+from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from echo_sgl.batch_shape import BatchRow
+from echo_sgl.engine.batch_routes import add_to_server
+from echo_sgl.engine.calibrate_at_start import start_calibration
+from echo_sgl.engine.questions import (
+    BUDGET_KEY,
+    RECORDING_QUESTION,
+    REQUEST_QUESTION,
+    STEPS_QUESTION,
+    TRACE_QUESTION,
+    budget_problem,
+)
+from echo_sgl.engine.settings import active_config
+from echo_sgl.errors import EchoError
 
-if TYPE_CHECKING:
-    from echo_sgl.engine.step_timing import StepTimer
-
-# Rides SGLang's own request for a scheduler's state, which every rank's leader answers.
-STEPS_REQUEST_ID = "echo-sgl-steps"
+MAX_ID_CHARS = 512
+MAX_TRACE_S = 3600.0
+AFTER_PATTERN = r"^([0-9]{1,6}:[0-9]{1,15}(,[0-9]{1,6}:[0-9]{1,15})*)?$"
 
 
 def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Before SGLang starts to listen: put our routes beside its own."""
+    """Before SGLang starts to listen: put our routes beside its own, calibrate if asked to."""
     from sglang.srt.entrypoints import http_server
 
     http_server.app.include_router(_router(tokenizer_manager))
+    try:
+        add_to_server(http_server.app, server_args, tokenizer_manager)
+    except EchoError as error:
+        sys.exit(f"echo-sgl: {error}")
+    start_calibration(server_args)
 
 
 def _router(tokenizer_manager: Any) -> APIRouter:
     router = APIRouter(prefix="/echo")
 
+    async def ask(question: str) -> list[dict[str, Any]]:
+        """All replicas' answers, by number."""
+        tokenizer_manager.auto_create_handle_loop()
+        request = GetInternalStateReq(rid=question)
+        answers = await tokenizer_manager.get_internal_state_communicator(request)
+        states = [answer.internal_state for answer in answers]
+        return sorted(states, key=lambda state: int(state["replica"]))
+
     @router.get("/steps")
     async def steps() -> dict[str, Any]:
         """The last steps of each replica: what they ran and how long it took."""
+        return {"replicas": await ask(STEPS_QUESTION)}
+
+    @router.get("/trace")
+    async def trace(
+        seconds: Annotated[float, Query(gt=0, le=MAX_TRACE_S)] = 10.0,
+    ) -> dict[str, Any]:
+        """The steps of the last seconds: what was planned, what came of it, who sat out."""
+        return {"replicas": await ask(f"{TRACE_QUESTION}{seconds!r}")}
+
+    @router.get("/recording")
+    async def recording(
+        recording: Annotated[str, Query(pattern=r"^[0-9a-f]{32}$")],
+        after: Annotated[str, Query(max_length=4096, pattern=AFTER_PATTERN)] = "",
+    ) -> dict[str, Any]:
+        """Requests that ended since: times and lengths, and salted hashes instead of prompts."""
+        return {"replicas": await ask(f"{RECORDING_QUESTION}{recording}/{after}")}
+
+    @router.get("/requests/{rid:path}")
+    async def request(rid: str) -> Any:
+        """What a request is doing or waiting for."""
+        states = await ask(f"{REQUEST_QUESTION}{rid}") if len(rid) <= MAX_ID_CHARS else []
+        for state in states:
+            if state["request"] is not None:
+                return {"replica": state["replica"], **state["request"]}
+        message = (
+            f"no request {rid[:MAX_ID_CHARS]!r} is here: it has ended, or never came. A request's "
+            "id is the `rid` in its body, else the `id` of its answer."
+        )
+        return _error(HTTPStatus.NOT_FOUND, message, "id")
+
+    @router.post("/budget")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def budget(request: Request) -> Any:
+        """Set what each step with online work may take; it stays until it is set again."""
+        budget_s = _budget_of(await request.body())
+        if problem := budget_problem(active_config().steps.limit, budget_s):
+            return _error(HTTPStatus.BAD_REQUEST, problem, "budget_s")
+        order = SetInternalStateReq(server_args={BUDGET_KEY: float(budget_s)})
         tokenizer_manager.auto_create_handle_loop()
-        request = GetInternalStateReq(rid=STEPS_REQUEST_ID)
-        answers = await tokenizer_manager.get_internal_state_communicator(request)
-        return {"replicas": [answer.internal_state for answer in answers]}
+        answers = await tokenizer_manager.set_internal_state_communicator(order)
+        if not all(answer.updated for answer in answers):
+            return _error(HTTPStatus.CONFLICT, "a replica refused the budget; see its log", None)
+        return {"budget_s": float(budget_s), "num_replicas": len(answers)}
 
     return router
 
 
-def steps_state(
-    timer: StepTimer, server: dict[str, Any], *, num_running: int, num_waiting: int
-) -> GetInternalStateReqOutput:
-    """A scheduler's answer: what it runs on, columns, then one row per step, oldest first."""
-    rows = [[*row, time_s] for row, time_s in timer.records()]
-    columns = [*BatchRow._fields, "time_s"]
-    state = {
-        "server": server,
-        "num_running": num_running,
-        "num_waiting": num_waiting,
-        "columns": columns,
-        "rows": rows,
-        "num_steps": timer.num_steps,
-    }
-    return GetInternalStateReqOutput(internal_state=state)
+def _budget_of(body: bytes) -> Any:
+    """What the body names, None for one that names nothing."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return None
+    return fields.get("budget_s") if isinstance(fields, dict) else None
+
+
+def _error(status: HTTPStatus, message: str, param: str | None) -> JSONResponse:
+    """OpenAI's error envelope."""
+    kind = "not_found_error" if status is HTTPStatus.NOT_FOUND else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": param, "code": int(status)}
+    return JSONResponse({"error": error}, status_code=status)

@@ -99,15 +99,31 @@ RELIED_ON = (
     ),
     Seam(f"{_SCHEDULER}.process_input_requests", "self recv_reqs"),
     Seam(f"{_SCHEDULER}.get_internal_state", "self recv_req"),
+    Seam(f"{_SCHEDULER}.set_internal_state", "self recv_req"),
     Seam(f"{_SCHEDULER}.run_batch", "self batch pp_proxy_tensors"),
     Seam("sglang.srt.utils.device_timer.device_timer_ctx", "timer category"),
     Seam(f"{_SCHEDULER}._should_defer_prefill", "self running_batch"),
+    Seam(f"{_SCHEDULER}.get_next_batch_to_run", "self running_batch last_batch"),
+    Seam(f"{_SCHEDULER}.update_running_batch", "self batch"),
+    Seam(f"{_SCHEDULER}.init_invariant_checker", "self"),
+    Seam(f"{_SCHEDULER}.pause_generation", "self recv_req"),
+    Seam(f"{_BATCH}.ScheduleBatch.merge_batch", "self other"),
+    Seam(f"{_BATCH}.ScheduleBatch.check_decode_mem", "self selected_indices"),
+    Seam(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.filter_batch",
+        "self keep_indices keep_indices_device",
+    ),
+    Seam(
+        "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+        "self vocab_size batch penalizers",
+    ),
     Seam(
         f"{_SCHEDULER}._get_new_batch_prefill_raw",
         "self prefill_delayer_single_pass running_batch",
     ),
     Seam("sglang.srt.managers.scheduler._make_abort_req", "req finished_reason"),
     Seam(f"{_TOKENIZER}._dispatch_to_scheduler", "self obj"),
+    Seam(f"{_TOKENIZER}.abort_request", "self rid abort_all"),
     Seam(
         f"{_BATCH}.retract_all",
         "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache "
@@ -193,7 +209,7 @@ HOOKS = (
             "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
         ),
         "before",
-        _ours("tasks.check_native_tier"),
+        _ours("tasks.check_and_stamp"),
     ),
     Hook(
         Seam(f"{_TOKENIZER}.init_metric_collector_watchdog", "self"),
@@ -223,6 +239,14 @@ HOOKS = (
         ),
         "before",
         _ours("routes.add_routes"),
+    ),
+    Hook(
+        Seam(
+            "sglang.srt.utils.auth.decide_request_auth",
+            "method path authorization_header api_key admin_api_key auth_level",
+        ),
+        "after",
+        _ours("batch_routes.admit_tenants"),
     ),
     Hook(
         Seam("sglang.srt.server_args.ServerArgs.check_server_args", "self"),

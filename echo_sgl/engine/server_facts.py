@@ -14,7 +14,7 @@ def server_facts(scheduler: Any) -> dict[str, Any]:
     """Device, model and limits of a scheduler, as plain values.
 
     `transformer` holds the sizes of `estimators.roofline_time.Transformer` per rank, or None
-    where the model does not have them.
+    where the model does not have them; `captured_batch_sizes` are those of decode graphs.
     """
     model_config = scheduler.model_config
     return {
@@ -28,7 +28,13 @@ def server_facts(scheduler: Any) -> dict[str, Any]:
         "is_mixed_chunk": bool(scheduler.is_mixed_chunk),
         "vocab": model_config.vocab_size,
         "transformer": _transformer(model_config, scheduler.server_args.tp_size),
+        "captured_batch_sizes": captured_batch_sizes(scheduler.tp_worker.model_runner),
     }
+
+
+def captured_batch_sizes(model_runner: Any) -> list[int]:
+    """Batch sizes that decode graphs were captured for; none where decodes run without."""
+    return sorted({int(size) for size in model_runner.decode_cuda_graph_capture_bs})
 
 
 def device_name() -> str:

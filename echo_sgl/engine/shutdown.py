@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
+from echo_sgl.engine.batch_routes import begin_stop
 from echo_sgl.engine.tasks import task_of_input
 from echo_sgl.types import Task
 
@@ -20,6 +21,7 @@ MESSAGE = "The server is shutting down; send this offline request again later or
 
 def end_offline_requests(result: Any, handler: Any, *signal_args: Any, **kwargs: Any) -> None:
     """After SGLang began to drain: abort what is offline, pooled or running."""
+    begin_stop()
     manager = handler.tokenizer_manager
     reason = {
         "type": "abort",

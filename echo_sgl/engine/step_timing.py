@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from echo_sgl.batch_shape import BatchRow, BatchShape
+from echo_sgl.batch_shape import BatchRow, BatchShape, decode_row
+from echo_sgl.engine.step_log import StepNote
 
 DEFAULT_CAPACITY = 20_000
 
@@ -30,29 +31,34 @@ class StepTimer:
         self, inner: Any = None, *, on_device: bool = False, capacity: int = DEFAULT_CAPACITY
     ) -> None:
         self.num_steps = 0
+        self.ended_notes: deque[StepNote] = deque(maxlen=capacity)
         self._mark = _device_event if on_device else time.perf_counter
         self._inner = inner
         self._records: deque[tuple[BatchRow, float]] = deque(maxlen=capacity)
-        self._expected: BatchRow | None = None
-        self._running: deque[tuple[BatchRow, Any, Any]] = deque()
+        self._fresh: deque[tuple[BatchRow, float]] = deque(maxlen=capacity)
+        self._expected: tuple[BatchRow | None, StepNote | None] = None, None
+        self._running: deque[tuple[BatchRow, StepNote | None, Any, Any]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def expect(self, row: BatchRow | None) -> None:
-        """The next forward pass runs this; None: something that is not a step of ours."""
-        self._expected = row
+    def expect(self, row: BatchRow | None, note: StepNote | None = None) -> None:
+        """The next forward pass runs this; None: something that is not a step of ours.
+
+        Its time is written into the note once it is known.
+        """
+        self._expected = row, note
 
     @contextlib.contextmanager
     def wrap(self, metadata: dict[str, Any]) -> Iterator[None]:
         """Around one forward pass, on the stream that runs it."""
-        row, self._expected = self._expected, None
+        (row, note), self._expected = self._expected, (None, None)
         outer = self._inner.wrap(metadata) if self._inner is not None else contextlib.nullcontext()
         with outer:
             start = self._mark()
             yield
             if row is not None:
-                self._running.append((row, start, self._mark()))
+                self._running.append((row, note, start, self._mark()))
 
     def records(self) -> list[tuple[BatchRow, float]]:
         """The last steps that are over, oldest first."""
@@ -61,19 +67,30 @@ class StepTimer:
 
     def collect(self) -> None:
         """Take in the steps that have ended since; never waits for the device."""
-        while self._running and _is_over(self._running[0][2]):
-            row, start, end = self._running.popleft()
-            self._records.append((row, _elapsed_s(start, end)))
+        while self._running and _is_over(self._running[0][3]):
+            row, note, start, end = self._running.popleft()
+            time_s = _elapsed_s(start, end)
+            self._records.append((row, time_s))
+            self._fresh.append((row, time_s))
             self.num_steps += 1
+            if note is not None:
+                note.time_s = time_s
+                self.ended_notes.append(note)
+
+    def take_fresh(self) -> list[tuple[BatchRow, float]]:
+        """The steps that ended since this was called last, oldest first."""
+        self.collect()
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        return fresh
 
 
 def row_of_batch(batch: Any) -> BatchRow | None:
     """What a batch is about to run; None when it has no forward pass of its own."""
-    shape = BatchShape()
     if batch.forward_mode.is_decode():
-        for req in batch.reqs:
-            shape.add_decode(req.seqlen)
-    elif batch.forward_mode.is_extend():
+        return decode_row([req.seqlen for req in batch.reqs])
+    shape = BatchShape()
+    if batch.forward_mode.is_extend():
         num_prefills = len(batch.reqs) - len(batch.decoding_reqs or ())
         lengths = zip(batch.extend_lens, batch.prefix_lens, strict=True)
         for index, (new_tokens, cached_tokens) in enumerate(lengths):

@@ -10,57 +10,65 @@ from typing import Any
 
 from starlette.requests import Request
 
-from echo_sgl.errors import ServiceTierError
+from echo_sgl.engine.settings import active_config
+from echo_sgl.engine.terms import (
+    TIER_KEY,
+    check_terms,
+    custom_params_of,
+    stamped,
+    terms_of_headers,
+)
+from echo_sgl.errors import ServiceTierError, TermsError
 from echo_sgl.types import OFFLINE_SERVICE_TIER, Task, task_of_service_tier
 
-TIER_KEY = "service_tier"
 TAGGED_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 def task_of(req: Any) -> Task:
     """The class of a scheduler request; embeddings and untagged ones are online."""
-    custom_params = getattr(req.sampling_params, "custom_params", None)
-    if custom_params and custom_params.get(TIER_KEY) == OFFLINE_SERVICE_TIER:
-        return Task.OFFLINE
-    return Task.ONLINE
+    tier = custom_params_of(req.sampling_params).get(TIER_KEY)
+    return Task.OFFLINE if tier == OFFLINE_SERVICE_TIER else Task.ONLINE
 
 
 def task_of_input(obj: Any) -> Task:
     """The class of a request as the tokenizer manager holds it."""
-    return task_of_service_tier(_tier_of_sampling_params(getattr(obj, "sampling_params", None)))
+    return task_of_service_tier(
+        custom_params_of(getattr(obj, "sampling_params", None)).get(TIER_KEY)
+    )
 
 
 async def read_service_tier(original: Any, serving: Any, request: Any, raw_request: Any) -> Any:
-    """Around `handle_request`: refuse an unknown `service_tier`, remember a known one."""
+    """Around `handle_request`: refuse a tier or terms that are not known, remember others."""
     if isinstance(raw_request, Request) and raw_request.url.path in TAGGED_PATHS:
         tier = (await raw_request.json()).get(TIER_KEY)
         try:
             task_of_service_tier(tier)
+            terms = terms_of_headers(raw_request.headers)
         except ServiceTierError as error:
             return serving.create_error_response(str(error), param=TIER_KEY)
-        raw_request.state.service_tier = tier
+        except TermsError as error:
+            return serving.create_error_response(str(error), param=error.term)
+        raw_request.state.echo_terms = terms | ({TIER_KEY: tier} if tier is not None else {})
     return await original(serving, request, raw_request)
 
 
 def tag_converted_request(
     result: Any, serving: Any, request: Any, raw_request: Any = None
 ) -> tuple[Any, Any]:
-    """After an OpenAI request became SGLang's own: put its tier where the scheduler sees it."""
+    """After an OpenAI request became SGLang's own: put its terms where the scheduler sees them."""
     adapted, processed = result
-    tier = getattr(raw_request.state, TIER_KEY, None) if isinstance(raw_request, Request) else None
-    if tier is not None:
+    has_state = isinstance(raw_request, Request)
+    if terms := getattr(raw_request.state, "echo_terms", None) if has_state else None:
         params = adapted.sampling_params
-        params["custom_params"] = {**(params.get("custom_params") or {}), TIER_KEY: tier}
+        params["custom_params"] = {**(params.get("custom_params") or {}), **terms}
     return adapted, processed
 
 
-def check_native_tier(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """Before tokenisation: the native API's tier is checked here; SGLang answers 400."""
+def check_and_stamp(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+    """Before tokenisation: check tier and terms, whose errors SGLang answers with 400, and
+    note the time of arrival."""
     task_of_input(obj)
-
-
-def _tier_of_sampling_params(params: Any) -> Any:
-    if not isinstance(params, dict):
-        return None
-    custom_params = params.get("custom_params")
-    return custom_params.get(TIER_KEY) if isinstance(custom_params, dict) else None
+    params = getattr(obj, "sampling_params", None)
+    check_terms(custom_params_of(params), active_config().slo)
+    if isinstance(params, dict):
+        obj.sampling_params = stamped(params)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,6 +75,10 @@ class CacheCounts:
     punished_tokens: int = 0
     cached_tokens: dict[Task, int] = field(default_factory=lambda: dict.fromkeys(Task, 0))
 
+    @property
+    def num_evicted_tokens(self) -> int:
+        return sum(self.evicted_tokens.values())
+
 
 class _LeafSet(set[UnifiedTreeNode]):
     """SGLang's set of evictable leaves, which tells us when one comes or goes."""
@@ -85,12 +89,12 @@ class _LeafSet(set[UnifiedTreeNode]):
 
     def add(self, node: UnifiedTreeNode) -> None:
         if node not in self:
-            super().add(node)
+            set.add(self, node)
             self._came(node)
 
     def discard(self, node: UnifiedTreeNode) -> None:
         if node in self:
-            super().discard(node)
+            set.discard(self, node)
             self._went(node)
 
 
@@ -122,7 +126,7 @@ class EchoTreeCore(PlainWalks):
         super().reset()
         self.order = create_eviction_order(self._order_name, cursor=lambda: self.pending.cursor)
         self._unsettled: dict[UnifiedTreeNode, None] = {}
-        self.evictable_device_leaves = _LeafSet(self._leaf_came, self._leaf_went)
+        self.evictable_device_leaves = _LeafSet(self._unsettle, self._leaf_went)
         self.working_set.clear()
         self.lost.clear()
         self.counts.cached_tokens = dict.fromkeys(Task, 0)
@@ -147,22 +151,9 @@ class EchoTreeCore(PlainWalks):
     def prompt_changed(self, req: Any, prompt: array[int]) -> None:
         """A pending request with this prompt came, went or started: its leaf moves."""
         key = RadixKey(prompt, req.extra_key, cache_salt=req.cache_salt)
-        node = self._deepest_inside(key, prompt)
+        node, _, _ = self._descend(key, self._end_of(key))
         if node in self.evictable_device_leaves:
             self._unsettle(node)
-
-    def _deepest_inside(self, key: RadixKey, prompt: array[int]) -> UnifiedTreeNode:
-        """The last node on the prompt's path that lies wholly inside the prompt; read only."""
-        node, offset = self.root_node, 0
-        while offset + self.page_size <= len(prompt):
-            child = node.children.get(key.child_key_at(offset, self.page_size))
-            if child is None:
-                break
-            tokens = child.key.token_ids
-            if prompt[offset : offset + len(tokens)] != tokens:
-                break
-            node, offset = child, offset + len(tokens)
-        return node
 
     def locked_tokens(self, node_id: int) -> int:
         """Tokens on the path to a node that running requests hold."""
@@ -172,6 +163,22 @@ class EchoTreeCore(PlainWalks):
                 num_tokens += len(node.key)
             node = node.parent
         return num_tokens
+
+    def cached_tokens(self, req: Any, prompt: array[int]) -> int:
+        """How much of a prompt is in the tree now; looks, and changes nothing."""
+        key = RadixKey(prompt, req.extra_key, cache_salt=req.cache_salt)
+        _, num_tokens, child = self._descend(key, self._end_of(key))
+        if child is not None:
+            alike = _num_alike(prompt[num_tokens:], child.key.token_ids)
+            num_tokens += alike // self.page_size * self.page_size
+        return num_tokens
+
+    def next_victims(self) -> Iterator[tuple[int, LeafFacts]]:
+        """Tokens and facts of the leaves that would be evicted next."""
+        self.settle_all()
+        for leaf in self.order.victims():
+            node = self.node_by_id(leaf)
+            yield len(node.key), node.echo_facts
 
     # ---- use -------------------------------------------------------------------------------
 
@@ -192,17 +199,20 @@ class EchoTreeCore(PlainWalks):
         """Note the class that used a path; its last node may be a leaf whose place moves."""
         if node in self.evictable_device_leaves:
             self._unsettle(node)
-        while node is not self.root_node:
+        root, is_online, use = self.root_node, user is Task.ONLINE, self.working_set.use
+        while node is not root:
+            num_tokens = len(node.key)
             if (last_user := getattr(node, "echo_user", None)) is not user:
-                self.counts.cached_tokens[user] += len(node.key)
+                self.counts.cached_tokens[user] += num_tokens
                 if last_user is not None:
-                    self.counts.cached_tokens[last_user] -= len(node.key)
+                    self.counts.cached_tokens[last_user] -= num_tokens
                 node.echo_user = user
-            if user is Task.ONLINE:
-                self.working_set.use(node.id, len(node.key), self.now_s)
+            if is_online:
+                use(node.id, num_tokens, self.now_s)
             node = node.parent
 
     def _touch_node(self, node: UnifiedTreeNode) -> None:
+        # SGLang's general insert; the plain one only touches what it says it used.
         super()._touch_node(node)
         if node in self.evictable_device_leaves:
             self._unsettle(node)
@@ -224,9 +234,6 @@ class EchoTreeCore(PlainWalks):
 
     # ---- the index of leaves -----------------------------------------------------------------
 
-    def _leaf_came(self, node: UnifiedTreeNode) -> None:
-        self._unsettle(node)
-
     def _leaf_went(self, node: UnifiedTreeNode) -> None:
         if node in self._unsettled:
             del self._unsettled[node]
@@ -235,10 +242,11 @@ class EchoTreeCore(PlainWalks):
     def _unsettle(self, node: UnifiedTreeNode) -> None:
         self._unsettled[node] = None
         if len(self._unsettled) > _MAX_UNSETTLED:
-            self._settle(next(iter(self._unsettled)))
+            oldest = next(iter(self._unsettled))
+            del self._unsettled[oldest]
+            self._settle(oldest)
 
     def _settle(self, node: UnifiedTreeNode) -> None:
-        del self._unsettled[node]
         node.echo_facts = self.facts_of(node)
         self.order.put(node.echo_facts)
 
@@ -248,8 +256,10 @@ class EchoTreeCore(PlainWalks):
             node = self._node_arena.get(node_id)
             if node in self.evictable_device_leaves:
                 self._unsettled[node] = None
-        while self._unsettled:
-            self._settle(next(iter(self._unsettled)))
+        # A dict emptied from its front is searched from there: a new one instead.
+        unsettled, self._unsettled = self._unsettled, {}
+        for node in unsettled:
+            self._settle(node)
 
     # ---- eviction ----------------------------------------------------------------------------
 
@@ -309,6 +319,18 @@ class EchoTreeCore(PlainWalks):
         charged = self.lost.charge(namespace_of(req), tokens, req.prefix_len)
         self.counts.punished_tokens += charged
         return charged
+
+
+def _num_alike(one: array[int], other: array[int]) -> int:
+    """Tokens that two sequences begin with alike, by bisection over slices."""
+    alike, longest = 0, min(len(one), len(other))
+    while alike < longest:
+        half = alike + (longest - alike + 1) // 2
+        if one[alike:half] == other[alike:half]:
+            alike = half
+        else:
+            longest = half - 1
+    return alike
 
 
 def path_of(node: UnifiedTreeNode) -> array[int]:

@@ -1,0 +1,113 @@
+"""The batch service on SGLang's server: same port, same process, same API key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
+from echo_sgl.batches.tenants import FileTenants, KeysFileError, Tenants
+from echo_sgl.config import DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
+from echo_sgl.engine.settings import active_config
+
+if TYPE_CHECKING:
+    from echo_sgl.batches.assembly import LateProgress
+
+TENANT_PATHS = "/v1/"
+
+_progress: LateProgress | None = None
+_tenants: Tenants | None = None
+
+
+def add_to_server(app: Any, server_args: Any, tokenizer_manager: Any) -> None:
+    """Put files and batches beside SGLang's routes when a state directory is named.
+
+    Errors: `EchoError` when the directory, its database or the keys file cannot be used.
+    """
+    global _progress, _tenants  # noqa: PLW0603 - SGLang's hooks are functions without an owner
+    state_dir = os.environ.get(STATE_DIR_ENV)
+    if not state_dir:
+        return
+    from echo_sgl.batches.assembly import add_batch_service
+    from echo_sgl.batches.line_engine import AsgiEngine
+    from echo_sgl.batches.store.job_store import open_store
+
+    _tenants = read_tenants(server_args.api_key)
+    engine = AsgiEngine(
+        app,
+        endpoints=endpoints_of(tokenizer_manager),
+        api_key=server_args.api_key,
+        is_ready=lambda: is_up(tokenizer_manager),
+        abort=lambda rid: abort(tokenizer_manager, rid),
+    )
+    store = open_store(Path(state_dir), os.environ.get(DATABASE_URL_ENV))
+    _progress = add_batch_service(
+        app,
+        store,
+        active_config().batches,
+        engine,
+        _tenants,
+        with_metrics=server_args.enable_metrics,
+    )
+
+
+def read_tenants(api_key: str | None) -> Tenants:
+    """The holders of keys: the operator's `--api-key` and those of the keys file.
+
+    Errors: `KeysFileError`.
+    """
+    keys_file = os.environ.get(KEYS_FILE_ENV)
+    if keys_file and not api_key:
+        raise KeysFileError(
+            "--echo-keys-file needs SGLang's --api-key too: without it the server would answer "
+            "anybody beside the holders of keys"
+        )
+    return FileTenants(api_key, Path(keys_file)) if api_key and keys_file else Tenants(api_key)
+
+
+def begin_stop() -> None:
+    """Send no more lines: the server drains."""
+    if _progress is not None and _progress.dispatcher is not None:
+        _progress.dispatcher.begin_stop()
+
+
+def admit_tenants(
+    decision: Any,
+    *,
+    method: str,
+    path: str,
+    authorization_header: str | None,
+    api_key: str | None,
+    admin_api_key: str | None,
+    auth_level: Any,
+) -> Any:
+    """After SGLang refused a key: let tenants of the keys file use the `/v1/` routes."""
+    if decision.allowed or _tenants is None:
+        return decision
+    is_open = path.startswith(TENANT_PATHS) and auth_level == "normal"
+    if is_open and _tenants.of_header(authorization_header) is not None:
+        return type(decision)(allowed=True)
+    return decision
+
+
+def endpoints_of(tokenizer_manager: Any) -> tuple[str, ...]:
+    """URLs that the served model can answer."""
+    if tokenizer_manager.is_generation:
+        return (CHAT_URL, COMPLETIONS_URL)
+    return (EMBEDDINGS_URL,)
+
+
+def is_up(tokenizer_manager: Any) -> bool:
+    """Whether the warm-up is over: SGLang ends when work of ours has it refused."""
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    return bool(tokenizer_manager.server_status == ServerStatus.Up)
+
+
+def abort(tokenizer_manager: Any, rid: str) -> None:
+    """End a request; one with several prompts or choices has an id for each."""
+    states = tokenizer_manager.rid_to_state
+    known = [rid] if rid in states else [name for name in states if name.startswith(f"{rid}_")]
+    for name in known:
+        tokenizer_manager.abort_request(name)

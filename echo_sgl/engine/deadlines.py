@@ -1,0 +1,67 @@
+"""When the work of a job must be done, and how fast offline work gets done here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sized
+from typing import Any
+
+from echo_sgl.engine.terms import terms_of
+from echo_sgl.policies.deadline_order import DeadlineOrder
+from echo_sgl.policies.deadlines import RateMeter
+
+# A window is told apart in this many parts: lines of one job come with slightly different
+# deadlines, and what is decided at each step costs as much as there are deadlines.
+WINDOW_PARTS = 128
+MEAN_WEIGHT = 0.02
+
+
+class DeadlineWatch:
+    """Measures the offline rate and lets late jobs go ahead; the same on every rank."""
+
+    def __init__(self, order: DeadlineOrder) -> None:
+        self._order, self._rate = order, RateMeter()
+        self._tokens_done = 0
+        self._mean_output_tokens: float | None = None
+        self.urgent_deadline_s: float | None = None
+
+    def terms(self, req: Any) -> tuple[float | None, int]:
+        """Deadline (seconds on the step clock, or None) and estimated tokens of a request.
+
+        Its answer is taken to be as long as answers were on average, and never longer than
+        it may be: nobody knows its true length.
+        """
+        most = req.sampling_params.max_new_tokens
+        output_tokens = most
+        if self._mean_output_tokens is not None:
+            output_tokens = min(most, math.ceil(self._mean_output_tokens))
+        terms = terms_of(req)
+        if math.isinf(terms.deadline_s):
+            return None, req.seqlen + output_tokens
+        window_s = terms.deadline_s - terms.arrival_s
+        grid_s = 2.0 ** max(0, math.floor(math.log2(max(1.0, window_s / WINDOW_PARTS))))
+        return math.floor(terms.deadline_s / grid_s) * grid_s, req.seqlen + output_tokens
+
+    def note_end(self, req: Any) -> None:
+        """An offline request is done."""
+        num_tokens = len(req.output_ids)
+        self._tokens_done += req.seqlen
+        mean = self._mean_output_tokens
+        weight = 1.0 if mean is None else MEAN_WEIGHT
+        self._mean_output_tokens = (mean or 0.0) + weight * (num_tokens - (mean or 0.0))
+
+    def advance(self, now_s: float, pending: Sized, *, is_running: bool) -> None:
+        """Once per step: take in what was done, decide which job goes ahead."""
+        if not pending and not is_running:
+            self._rate.pause()
+            return
+        self._rate.observe(now_s, self._tokens_done)
+        self._tokens_done = 0
+        self.urgent_deadline_s = self._order.escalate(now_s, self._rate.tokens_per_s)
+
+    def laxity_s(self, req: Any, now_s: float) -> float:
+        """Time left beyond what is needed at the present rate; infinite without deadline."""
+        deadline_s, _ = self.terms(req)
+        if deadline_s is None:
+            return math.inf
+        return self._order.book.laxity_s(deadline_s, now_s, self._rate.tokens_per_s)

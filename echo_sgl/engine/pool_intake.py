@@ -1,0 +1,128 @@
+"""How requests come into the scheduler and leave it again: the pool beside SGLang's queue."""
+
+from __future__ import annotations
+
+import time
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
+
+from echo_sgl.engine.admission import is_offline
+from echo_sgl.engine.clock import StepClock
+from echo_sgl.engine.deadlines import DeadlineWatch
+from echo_sgl.engine.metrics import SchedulerMetrics
+from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.step_control import StepControl
+from echo_sgl.engine.terms import terms_of
+
+
+class PoolIntake(Scheduler):
+    """SGLang's scheduler whose offline requests wait in a pool, or sit out with their KV kept.
+
+    Whatever SGLang does to requests that wait or run reaches these as well: abort, timeout,
+    pause, new weights.
+    """
+
+    waiting_queue: list[Req]
+    running_batch: ScheduleBatch
+    offline_pool: OfflinePool
+    deadline_watch: DeadlineWatch
+    step_control: StepControl
+    echo_clock: StepClock
+    echo_metrics: SchedulerMetrics
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        if req.is_retracted:
+            self.step_control.counts.num_retractions[terms_of(req).task] += 1
+        if not is_offline(req) or req.to_finish is not None:
+            super()._add_request_to_queue(req, is_retracted)
+        elif not self._set_or_validate_priority(req):
+            self._release_aborted_request(req)
+        elif self.offline_pool.is_full and not req.is_retracted:
+            self._reject_full_pool(req)
+        else:
+            self._pool(req, resumed=req.is_retracted)
+
+    def _pool(self, req: Req, *, resumed: bool) -> None:
+        self._prefetch_kvcache(req)
+        req.time_stats.set_wait_queue_entry_time()
+        req.arrival_processed_tokens = self.processed_tokens_counter
+        entry_s = req.time_stats.wait_queue_entry_time
+        deadline_s, work_tokens = self.deadline_watch.terms(req)
+        self.offline_pool.add(
+            req, entry_s=entry_s, resumed=resumed, deadline_s=deadline_s, work_tokens=work_tokens
+        )
+
+    def _reject_full_pool(self, req: Req) -> None:
+        message = (
+            f"The offline pool holds {len(self.offline_pool)} requests, its limit is "
+            f"{self.offline_pool.capacity} (offline.max_pool_requests). Send this one again later."
+        )
+        reason = {
+            "type": "abort",
+            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+            "message": message,
+        }
+        self._release_aborted_request(req)
+        self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        # SGLang aborts what it finds in its own queue; pooled requests end the same way there.
+        prefix = "" if recv_req.abort_all else recv_req.rid
+        self.waiting_queue.extend(self.offline_pool.remove(prefix))
+        if any(req.rid.startswith(prefix) for req in self.step_control.parked):
+            self._resume_all()
+        super().abort_request(recv_req)
+
+    def _poll_timeout_aborts(self) -> list[Any]:
+        aborts: list[Any] = [*self.echo_clock.tick(), *super()._poll_timeout_aborts()]
+        if (timeout_s := envs.SGLANG_REQ_WAITING_TIMEOUT.get()) > 0:
+            deadline_s = time.perf_counter() - timeout_s
+            late = self.offline_pool.waiting_since_before(deadline_s)
+            aborts += [_waiting_timeout_abort(req.rid) for req in late]
+        return aborts
+
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        # SGLang walks its queue for requests that already generated under the old weights.
+        self._resume_all()
+        num_online = len(self.waiting_queue)
+        self.waiting_queue.extend(req for req in self.offline_pool if req.output_ids)
+        super().record_weight_version_change(new_version)
+        del self.waiting_queue[num_online:]
+
+    def pause_generation(self, recv_req: Any) -> None:
+        self._resume_all()
+        super().pause_generation(recv_req)
+
+    def _resume_all(self) -> None:
+        """End all parking: what SGLang does to running requests must reach these, too."""
+        if (parked := self.step_control.take_all_parked()) is None:
+            return
+        if self.running_batch.is_empty():
+            parked.batch_is_full = False
+            self.running_batch = parked
+        else:
+            self.running_batch.merge_batch(parked)
+
+    def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+        pooled = len(self.offline_pool) > 0 and not ignore_waiting
+        if pooled or self.step_control.parked:
+            return False
+        return super().is_fully_idle(for_health_check, ignore_waiting)
+
+
+def _waiting_timeout_abort(rid: str) -> AbortReq:
+    message = "Request waiting timeout reached."
+    return AbortReq(
+        rid=rid,
+        abort_message=message,
+        finished_reason={
+            "type": "abort",
+            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+            "message": message,
+        },
+    )

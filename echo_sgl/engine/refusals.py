@@ -1,0 +1,41 @@
+"""Why the last prefill pass left a request waiting, noted where it was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+Facts = Mapping[str, float]
+
+
+class Reason(StrEnum):
+    """What a request waits for."""
+
+    LIMIT = "limit"
+    """No time is left in the step."""
+    MEMORY = "memory"
+    """The KV pool has no room for it."""
+    RESERVE = "reserve"
+    """What is free of the KV pool is kept for online requests."""
+    ORDER = "order"
+    """Others are before it."""
+    SLOT = "slot"
+    """As many requests run as may."""
+    PREFIX = "prefix"
+    """A neighbour computes its prefix right now; one step later it is a hit."""
+    PAUSED = "paused"
+    """Generation is paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One object per pass: the last one takes the place of the one before.
+
+    `rid` is the request that was refused, None where all were before anybody was asked.
+    `facts` are the numbers that decided; their names carry the units.
+    """
+
+    reason: Reason
+    rid: str | None = None
+    facts: Facts = field(default_factory=dict)

@@ -1,0 +1,348 @@
+"""Each scheduler step held against its limit: who decodes, what prefills, who sits out.
+
+Everything decided here follows from the requests received, the memory held, the clock and
+the measured times that rank 0 broadcasts, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from echo_sgl.batch_shape import BatchRow, BatchShape
+from echo_sgl.config import EchoConfig
+from echo_sgl.engine.decision_log import DecisionLog
+from echo_sgl.engine.own_time import OwnTime
+from echo_sgl.engine.parking import ParkedDecodes, retract
+from echo_sgl.engine.refusals import Reason, Refusal
+from echo_sgl.engine.rolling_max import RollingMax
+from echo_sgl.engine.running import Running, may_sit_out
+from echo_sgl.engine.step_log import StepLog, StepNote
+from echo_sgl.engine.step_timing import StepTimer, row_of_batch
+from echo_sgl.engine.terms import RequestTerms, terms_of
+from echo_sgl.estimators.live import LiveBatchTime
+from echo_sgl.policies.batch_size import create_batch_size
+from echo_sgl.policies.decode_selection import Decode, create_decode_selection
+from echo_sgl.policies.preemption import Holder, preemption_order
+from echo_sgl.policies.step_limit import create_step_limit
+from echo_sgl.policies.step_planner import StepPlanner
+from echo_sgl.types import Task
+
+BASE_DECODES = 8
+WAIT_WINDOW_S = 60.0
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What happened to requests since the scheduler started; the counts only grow."""
+
+    num_parks: int = 0
+    num_resumes: int = 0
+    num_prefill_parks: int = 0
+    num_retractions: Counter[Task] = field(default_factory=Counter)
+
+
+class StepControl:
+    """Plans the steps of one scheduler; it calls in this order, once per step:
+
+    `begin`, then `defers_prefill`, then `select_decodes` if the step decodes, then `launch`.
+    """
+
+    def __init__(
+        self,
+        config: EchoConfig,
+        estimator: LiveBatchTime,
+        timer: StepTimer,
+        *,
+        max_decodes: int,
+        laxity_s: Callable[[Req, float], float],
+        rank: int = 0,
+    ) -> None:
+        steps = config.steps
+        self.estimator, self.timer = estimator, timer
+        self._laxity_s = laxity_s
+        self.parked = ParkedDecodes()
+        self.log = StepLog()
+        self.decision_log = DecisionLog.from_environment(rank)
+        self.can_park = steps.park
+        self.planner = StepPlanner(
+            steps,
+            create_step_limit(steps, config.slo),
+            estimator,
+            selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
+            batch_size=create_batch_size(
+                steps.batch_size, base=min(BASE_DECODES, max_decodes), maximum=max_decodes
+            ),
+        )
+        self.counts = StepCounts()
+        self.refusal: Refusal | None = None
+        self.online_tokens = 0
+        self.online_wait_s = RollingMax(WAIT_WINDOW_S)
+        self.online_wait_steps = RollingMax(WAIT_WINDOW_S)
+        self.own_time = OwnTime()
+        self._now_s = 0.0
+        self._running = Running((), 0.0)
+        self._last_begin_s: float | None = None
+        self._last_online_s: float | None = None
+
+    # ---- one step --------------------------------------------------------------------------
+
+    def observe(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
+        """Learn from steps that have ended since; the same ones on every rank."""
+        for row, time_s in measured:
+            if time_s > 0:
+                self.estimator.observe(row, time_s, now_s)
+
+    def begin(
+        self, now_s: float, running: ScheduleBatch, waiting: Sequence[Req], chunked: Req | None
+    ) -> None:
+        """Take in what runs and waits, before anything is decided for this step."""
+        if self._last_begin_s is not None:
+            self.planner.limit.note_step(self._last_online_s, now_s - self._last_begin_s)
+        self._last_begin_s, self._now_s = None, now_s
+        self.parked.drop_finished()
+        self.estimator.advance(now_s)
+        self._running = Running(running.reqs, now_s)
+        decodes = self._running.online
+        self.online_tokens = decodes.decode_tokens
+        if chunked is not None and not terms_of(chunked, now_s).is_offline:
+            self.online_tokens += chunked.seqlen
+        firsts, waiting_tokens = [], 0
+        for req in (*waiting, chunked) if chunked is not None else waiting:
+            terms = terms_of(req, now_s)
+            if not terms.is_offline:
+                firsts.append(terms)
+                waiting_tokens += req.seqlen - (req.extend_end or 0)
+        self.planner.begin(
+            now_s,
+            decodes,
+            decode_due_s=self._running.decode_due_s,
+            first_due_s=min((terms.due_s(0) for terms in firsts), default=math.inf),
+            num_waiting=len(firsts),
+            waiting_tokens=waiting_tokens,
+        )
+
+    def defers_prefill(
+        self, *, online_prefill_waits: bool, last_was_prefill: bool, chunked: Req | None
+    ) -> bool:
+        """Whether a step that decodes goes first, see `StepPlanner.decodes_first`."""
+        is_deferred = self.planner.decodes_first(
+            online_prefill_waits=online_prefill_waits,
+            last_was_prefill=last_was_prefill,
+            cached_tokens=chunked.extend_end if chunked is not None else 0,
+        )
+        if is_deferred and self.planner.is_limited and self.estimator.is_ready:
+            self.refuse_for_time(None, BatchShape())
+        return is_deferred
+
+    def refuse(self, reason: Reason, rid: str | None, **facts: float) -> None:
+        """Note why a request waits; the next refusal takes this one's place."""
+        self.refusal = Refusal(reason, rid, facts)
+
+    def refuse_for_time(
+        self,
+        rid: str | None,
+        shape: BatchShape,
+        *,
+        max_tokens: float = math.inf,
+        cached_tokens: int = 0,
+    ) -> None:
+        """Note that not even its smallest chunk fits into the step as it stands."""
+        planner = self.planner
+        chunk_s = planner.smallest_chunk_s(
+            shape, max_tokens=max_tokens, cached_tokens=cached_tokens
+        )
+        self.refuse(
+            Reason.LIMIT,
+            rid,
+            limit_s=planner.limit_s,
+            slack_s=planner.slack_s,
+            room_s=planner.room_s(shape),
+            smallest_chunk_s=chunk_s,
+        )
+
+    def select_decodes(self, batch: ScheduleBatch) -> None:
+        """Let as many offline requests decode in this step as fit; the others sit out."""
+        running = self._running.offline_of(batch.reqs)
+        if not self.parked and self.planner.all_decode([req.seqlen for req in running]):
+            return
+        if not self.can_park or not self.parked.can_park(batch):
+            self._resume(batch, {req.rid for req in self.parked})
+            return
+        chosen = self.planner.choose_decodes(lambda: self._candidates(running))
+        # First in, then out: an emptied batch cannot take anybody in.
+        self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
+        self._park(batch, [req for req in running if req.rid not in chosen])
+
+    def launch(
+        self,
+        batch: ScheduleBatch,
+        waiting: Iterable[Req],
+        *,
+        num_pooled: int,
+        num_evicted_tokens: int,
+    ) -> StepNote | None:
+        """A batch is about to run: announce it to the timer, note what was planned.
+
+        None when it is not a step of ours. `waiting` are the requests that it leaves behind.
+        """
+        row = row_of_batch(batch)
+        if row is None:
+            self.timer.expect(None)
+            return None
+        online, num_offline = self._online_part(batch, row)
+        view = self.planner.view
+        self._last_begin_s = self._now_s
+        self._last_online_s = None
+        if view.is_present:
+            online_s = self.estimator.predict_s(online) if len(online) else 0.0
+            self._last_online_s = online_s if math.isfinite(online_s) else None
+        note = StepNote(
+            start_s=self._now_s,
+            row=row,
+            limit_s=self.planner.limit_s if num_offline else math.inf,
+            slack_s=self.planner.slack_s,
+            predicted_s=self.estimator.predict_s(row),
+            upper_s=self.estimator.upper_s(row),
+            num_offline=num_offline,
+            num_parked=len(self.parked),
+            num_pooled=num_pooled,
+            num_evicted_tokens=num_evicted_tokens,
+            num_parks=self.counts.num_parks,
+            num_resumes=self.counts.num_resumes,
+            num_retractions=self.counts.num_retractions.total(),
+            num_prefill_parks=self.counts.num_prefill_parks,
+        )
+        self.log.add(note)
+        if self.decision_log is not None:
+            limit_s = self.planner.limit_s
+            self.decision_log.write(batch, self.parked, now_s=self._now_s, limit_s=limit_s)
+        self.timer.expect(row, note)
+        for req in waiting if num_offline else ():
+            terms_of(req).num_offline_steps_waited += 1
+        return note
+
+    def note_start(self, req: Req) -> None:
+        """A request is prefilled, perhaps for the first time."""
+        terms = terms_of(req, self._now_s)
+        if terms.started_s is None:
+            terms.started_s = self._now_s
+            if not terms.is_offline:
+                self.online_wait_s.observe(self._now_s - terms.arrival_s, self._now_s)
+                self.online_wait_steps.observe(terms.num_offline_steps_waited, self._now_s)
+
+    def note_end(self, req: Req) -> None:
+        """A request ended: was its promise kept?"""
+        terms = terms_of(req, self._now_s)
+        if not terms.is_offline and req.output_ids:
+            self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))
+
+    def take_all_parked(self) -> ScheduleBatch | None:
+        """End all parking; those that sat out, as a batch of their own."""
+        self._note_resumed(req.rid for req in self.parked)
+        return self.parked.take_all()
+
+    # ---- memory ------------------------------------------------------------------------------
+
+    def retract_one(self, batch: ScheduleBatch, running: Sequence[Req]) -> Req | None:
+        """Take the memory of one offline request: parked before running, least work lost first.
+
+        `running` are those of `batch` that may be taken. The request is to wait in the pool
+        again. None when nobody has memory to give.
+        """
+        if (rid := self._first_out(running)) is None:
+            return None
+        victim = next((req for req in running if req.rid == rid), None)
+        if victim is None:
+            return self.parked.retract(rid)
+        retract(batch, victim, num_decoding=len(batch.reqs) - 1)
+        return victim
+
+    def _first_out(self, running: Iterable[Req]) -> str | None:
+        holders = [
+            _holder(req, is_parked=is_parked)
+            for is_parked, reqs in ((True, self.parked), (False, running))
+            for req in reqs
+            if terms_of(req).is_offline and may_sit_out(req)
+        ]
+        return next(iter(preemption_order(holders)), None)
+
+    # ---- internals -------------------------------------------------------------------------
+
+    def _candidates(self, running: Sequence[Req]) -> list[Decode]:
+        choices = [self._decode(req, is_running=True) for req in running]
+        parked = [self._decode(req, is_running=False) for req in self.parked]
+        return [*choices, *parked]
+
+    def _decode(self, req: Req, *, is_running: bool) -> Decode:
+        terms = terms_of(req)
+        return Decode(
+            rid=req.rid,
+            context_tokens=req.seqlen,
+            uncached_tokens=_uncached_tokens(req),
+            waiting_since_s=terms.waiting_since_s,
+            # Asked for every decode of a step: most have no deadline.
+            laxity_s=math.inf if terms.deadline_s == math.inf else self._laxity_s(req, self._now_s),
+            is_running=is_running,
+            sequence=req.echo_sequence,
+        )
+
+    def _park(self, batch: ScheduleBatch, leaving: Sequence[Req]) -> None:
+        if not leaving:
+            return
+        rids = {req.rid for req in leaving}
+        self.parked.park(batch, [i for i, req in enumerate(batch.reqs) if req.rid in rids])
+        self.counts.num_parks += len(leaving)
+        for req in leaving:
+            terms: RequestTerms = terms_of(req)
+            terms.waiting_since_s = self._now_s
+
+    def _resume(self, batch: ScheduleBatch, rids: set[str]) -> None:
+        if rids:
+            self._note_resumed(rids)
+            self.parked.resume(batch, rids)
+
+    def _note_resumed(self, rids: Iterable[str]) -> None:
+        chosen = set(rids)
+        self.counts.num_resumes += len(chosen)
+        for req in self.parked:
+            if req.rid in chosen:
+                terms_of(req).waiting_since_s = None
+
+    def _online_part(self, batch: ScheduleBatch, row: BatchRow) -> tuple[BatchShape, int]:
+        """What a batch would be without its offline requests, and how many those are."""
+        if not row.num_prefills:
+            # Whoever left since the step began is offline as long as anybody offline is there.
+            online = self._running.online
+            return online, max(0, row.num_decodes - len(online))
+        online, num_offline = BatchShape(), 0
+        for index, (new, cached) in enumerate(
+            zip(batch.extend_lens, batch.prefix_lens, strict=True)
+        ):
+            if terms_of(batch.reqs[index]).is_offline:
+                num_offline += 1
+            elif index < row.num_prefills:
+                online.add_prefill(new, cached)
+            else:
+                online.add_decode(cached + 1)
+        return online, num_offline
+
+
+def _holder(req: Req, *, is_parked: bool) -> Holder:
+    uncached_tokens = _uncached_tokens(req)
+    return Holder(
+        rid=req.rid,
+        is_parked=is_parked,
+        uncached_tokens=uncached_tokens,
+        held_tokens=uncached_tokens,
+        started_sequence=req.echo_sequence,
+    )
+
+
+def _uncached_tokens(req: Req) -> int:
+    """Tokens whose KV only this request holds: they are computed again if it is lost."""
+    return int(max(0, req.seqlen - req.kv.cache_protected_len))

@@ -1,0 +1,83 @@
+"""What each step was planned to be and what it became, for traces: a ring buffer."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from echo_sgl.batch_shape import BatchRow
+
+DEFAULT_CAPACITY = 20_000
+
+
+@dataclass(slots=True)
+class StepNote:
+    """One step. Times in seconds on the step clock; `time_s` is None until it was measured.
+
+    `own_s` is what Echo's own code took in the scheduler.
+    `limit_s` and `slack_s` are infinite where nothing limited the step. `num_parked` and
+    `num_pooled` are how many sit out and wait; the counts after them go on from the start of
+    the scheduler, so that two steps tell what happened between them.
+    """
+
+    start_s: float
+    row: BatchRow
+    limit_s: float
+    slack_s: float
+    predicted_s: float
+    upper_s: float
+    num_offline: int
+    num_parked: int
+    num_pooled: int
+    num_evicted_tokens: int
+    num_parks: int = 0
+    num_resumes: int = 0
+    num_retractions: int = 0
+    num_prefill_parks: int = 0
+    time_s: float | None = None
+    own_s: float | None = None
+
+    def as_row(self) -> list[Any]:
+        """Values in `COLUMNS`' order; None for what is infinite or unknown, as JSON wants it."""
+        own = [getattr(self, name) for name in _OWN]
+        return [*self.row, *(None if value == float("inf") else value for value in own)]
+
+
+_OWN = (
+    "start_s",
+    "time_s",
+    "predicted_s",
+    "upper_s",
+    "limit_s",
+    "slack_s",
+    "num_offline",
+    "num_parked",
+    "num_pooled",
+    "num_evicted_tokens",
+    "num_parks",
+    "num_resumes",
+    "num_retractions",
+    "num_prefill_parks",
+    "own_s",
+)
+COLUMNS = (*BatchRow._fields, *_OWN)
+
+
+class StepLog:
+    """The last steps, oldest first."""
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._notes: deque[StepNote] = deque(maxlen=capacity)
+
+    def add(self, note: StepNote) -> None:
+        self._notes.append(note)
+
+    def since(self, start_s: float) -> list[StepNote]:
+        """Steps that began at `start_s` or later."""
+        found: list[StepNote] = []
+        for note in reversed(self._notes):
+            if note.start_s < start_s:
+                break
+            found.append(note)
+        return found[::-1]
