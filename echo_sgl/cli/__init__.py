@@ -11,11 +11,17 @@ import sys
 import typer
 
 from echo_sgl.cli.batch import batch_app
+from echo_sgl.cli.budget import budget
 from echo_sgl.cli.calibrate import calibrate
 from echo_sgl.cli.doctor import doctor
+from echo_sgl.cli.explain import explain
+from echo_sgl.cli.plan import plan
+from echo_sgl.cli.record import record
 from echo_sgl.cli.serve import serve
 from echo_sgl.cli.stats import stats
+from echo_sgl.cli.step_trace import trace
 from echo_sgl.cli.steps import steps_app
+from echo_sgl.cli.top import top
 from echo_sgl.errors import EchoError
 
 USER_ERROR_EXIT = 2
@@ -24,14 +30,20 @@ app = typer.Typer(
     name="echo-sgl",
     help="Run offline batch jobs on a stock SGLang server without its online users noticing.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(doctor)
 app.command()(stats)
+app.command()(top)
+app.command()(explain)
+app.command()(trace)
 app.command()(calibrate)
+app.command()(budget)
+app.command()(plan)
+app.command()(record)
 app.add_typer(batch_app, name="batch")
 app.add_typer(steps_app, name="steps")
 

@@ -1,8 +1,9 @@
-"""One `batch run`: check the file, find the server, open the journal, send, sum up."""
+"""One `batch run`: check the file, find the servers, open the journal, send, sum up."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import sys
@@ -22,7 +23,7 @@ from echo_sgl.batches.job_file import (
     check_job_file,
 )
 from echo_sgl.batches.journal import Journal, JournalError, JournalPaths
-from echo_sgl.cli.connection import LOST, Connection, open_client
+from echo_sgl.cli.connection import LOST, Connection, first_of, open_client
 from echo_sgl.cli.sender import Sender, SendOptions
 from echo_sgl.cli.tally import Display, Tally
 
@@ -42,7 +43,7 @@ class BatchRun:
     jobs: Path
     output: Path
     errors: Path | None
-    url: str
+    urls: Sequence[str]
     api_key: str | None
     options: SendOptions
     skip_invalid: bool
@@ -81,16 +82,21 @@ async def _run(plan: BatchRun, paths: JournalPaths, job: JobFile, display: Displ
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
     rng = random.Random()  # jitter only: two runs must not ask in step
-    async with open_client(plan.url, plan.api_key, plan.options.window) as client:
-        connection = Connection(client, say=display.say, rng=rng)
-        job = await _check_models(plan, job, connection)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [open_client(url, plan.api_key, plan.options.window) for url in plan.urls]
+        for client in clients:
+            await stack.enter_async_context(client)
+        connections = [Connection(client, say=display.say, rng=rng) for client in clients]
+        job = await _check_models(plan, job, connections)
         _report_problems(plan, job, display)
-        connection.needed_models = sorted({entry.model for entry in job.entries})
+        models = sorted({entry.model for entry in job.entries})
+        for connection in connections:
+            connection.needed_models = models
         journal = Journal(paths, job.sha256, overwrite=plan.overwrite)
         reader = LineReader(plan.jobs)
         try:
             sender = Sender(
-                connection, reader, journal, options=plan.options, display=display, rng=rng
+                connections, reader, journal, options=plan.options, display=display, rng=rng
             )
             entries = _entries_left(plan, job, journal)
             display.tally.skipped = len(job.problems)
@@ -102,14 +108,15 @@ async def _run(plan: BatchRun, paths: JournalPaths, job: JobFile, display: Displ
             journal.close()
 
 
-async def _check_models(plan: BatchRun, job: JobFile, connection: Connection) -> JobFile:
-    """Find lines with a model that the server lacks; a job that is refused anyway never waits."""
+async def _check_models(plan: BatchRun, job: JobFile, connections: Sequence[Connection]) -> JobFile:
+    """Find lines with a model that the servers lack; a job that is refused anyway never waits."""
     if not job.problems or plan.skip_invalid:
-        return job.restrict_models(await connection.wait_models())
-    try:
-        return job.restrict_models(await connection.models())
-    except LOST:
-        return job
+        waits = [connection.wait_models() for connection in connections]
+        return job.restrict_models(await first_of(waits))
+    for connection in connections:
+        with contextlib.suppress(*LOST):
+            return job.restrict_models(await connection.models())
+    return job
 
 
 def _report_problems(plan: BatchRun, job: JobFile, display: Display) -> None:
@@ -152,6 +159,9 @@ def _sum_up(plan: BatchRun, paths: JournalPaths, display: Display, *, is_interru
     counts += [f"{tally.left} left"] if tally.left else []
     display.say(f"{', '.join(counts)} of {tally.lines} lines in {tally.seconds:.1f} s")
     display.say(tally.status())
+    if len(plan.urls) > 1:
+        parts = [f"{count} lines by {url}" for url, count in sorted(tally.by_server.items())]
+        display.say(", ".join(parts) or "no line was sent")
     if tally.failed:
         display.say(f"the failed lines and their reasons are in {paths.errors}")
     if tally.ok and tally.hit_ratio is None:

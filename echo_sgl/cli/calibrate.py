@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from echo_sgl.cli.calibration import Calibration
+    from echo_sgl.estimators.host_time import HostTime
+    from echo_sgl.estimators.profile import Profile
+
+IDLE_WITHIN_S = 120.0
 
 
 def calibrate(
@@ -21,6 +26,7 @@ def calibrate(
     model: Annotated[
         str | None, typer.Option(help="Store this model instead of the one of least error.")
     ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until the server is up and idle.")] = False,
     seed: Annotated[int, typer.Option(help="Of the grid and of the held-out steps.")] = 0,
     api_key: Annotated[
         str | None,
@@ -33,31 +39,51 @@ def calibrate(
 
         echo-sgl calibrate --url http://127.0.0.1:30000 --output profile.json
 
-    Prints each model's error on steps that its fit did not see. A busy server is refused.
+    Prints each model's error on steps that its fit did not see. A busy server is refused. A
+    profile that was there is replaced at the end; a file that is no profile never is.
     """
     from rich.console import Console
 
-    from echo_sgl.cli.calibration import Driver, fit_all
+    from echo_sgl.cli.calibration import Driver, fit_all, wait_until_up
     from echo_sgl.cli.url import server_root
     from echo_sgl.errors import ConfigError
     from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS
-    from echo_sgl.estimators.profile import save_profile
+    from echo_sgl.estimators.profile import replaced_profile, save_profile
 
     if model is not None and model not in BATCH_TIME_MODELS:
         known = ", ".join(BATCH_TIME_MODELS)
         raise ConfigError(f"--model is {model!r}; known are {known}")
+    old, console = replaced_profile(output), Console(stderr=True)
+    if wait:
+        wait_until_up(server_root(url))
     driver = Driver(server_root(url), api_key, random.Random(seed))
-    driver.require_idle()
-    console = Console(stderr=True)
+    driver.require_idle(within_s=IDLE_WITHIN_S if wait else 0.0)
     with console.status("measuring") as status:
         samples = driver.measure(
             seconds, on_wave=lambda share: status.update(f"measuring, {share:.0%}")
         )
-    calibration = fit_all(samples, driver.server, seed=seed)
+    calibration = fit_all(samples, driver.server, seed=seed, host=driver.host_time())
     Console().print(error_table(calibration))
+    if calibration.host is not None:
+        typer.echo(host_line(calibration.host))
     profile = calibration.profile(model)
     save_profile(profile, output)
-    console.print(f"{profile.estimator.NAME} written to {output}", highlight=False)
+    console.print(f"{profile.estimator.NAME} written to {output}{_replaces(old)}", highlight=False)
+
+
+def host_line(host: HostTime) -> str:
+    """What the server takes beside its device, in ms."""
+    step_ms, request_ms, intake_ms = (value * 1000 for value in dataclasses.astuple(host))
+    return (
+        f"host: {step_ms:.2f} ms between steps and {request_ms:.3f} ms more for each request in "
+        f"them; {intake_ms:.2f} ms around a request"
+    )
+
+
+def _replaces(old: Profile | None) -> str:
+    if old is None:
+        return ""
+    return f"; it replaces {old.estimator.NAME} of {old.date} for {old.model}, {old.device}"
 
 
 def error_table(calibration: Calibration) -> Table:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
@@ -14,6 +17,7 @@ import httpx
 import numpy as np
 
 from echo_sgl.batch_shape import BatchRow
+from echo_sgl.cli.server_route import fetch
 from echo_sgl.cli.steps import StepsError, fetch_steps
 from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS, create_batch_time
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
@@ -24,12 +28,15 @@ from echo_sgl.estimators.held_out import (
     held_out_errors,
     split_samples,
 )
+from echo_sgl.estimators.host_time import HostTime, fit_host_time
 from echo_sgl.estimators.profile import Profile
 from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
 
 HELD_OUT_SHARE = 0.25
 REQUEST_TIMEOUT_S = 300.0
 WARM_UP_REQUESTS = 3
+LONE_REQUESTS, LONE_PROMPT_TOKENS = 12, 8
+POLL_S = 0.5
 DECODE_TOKENS = 16
 # Ids below these are often special tokens of a tokenizer.
 FIRST_TOKEN_ID = 16
@@ -59,6 +66,8 @@ class Calibration:
     best: str
     num_samples: int
     server: dict[str, Any]
+    largest_step: dict[str, int] | None = None
+    host: HostTime | None = None
 
     def profile(self, name: str | None = None) -> Profile:
         """A model by its name, or the best, with its provenance."""
@@ -71,6 +80,8 @@ class Calibration:
             num_samples=self.num_samples,
             errors=self.errors[chosen],
             estimator=self.models[chosen],
+            largest_step=self.largest_step,
+            host=self.host,
         )
 
 
@@ -105,24 +116,29 @@ class Driver:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S)
         self.server: dict[str, Any] = self._replica()["server"]
+        self._lone_s: list[float] = []
+        self._start_s = 0.0
 
-    def require_idle(self) -> None:
-        """Errors: `BusyServerError` says what is running."""
-        replica = self._replica()
-        running, waiting = replica["num_running"], replica["num_waiting"]
-        if running or waiting:
-            raise BusyServerError(
-                f"the server at {self._url} is busy: {running} requests run and {waiting} wait. "
-                "Calibrate when nobody uses it; their steps would be measured instead"
-            )
+    def require_idle(self, *, within_s: float = 0.0) -> None:
+        """Wait that long at most. Errors: `BusyServerError` says what is running."""
+        deadline_s = time.monotonic() + within_s
+        while (replica := self._replica())["num_running"] or replica["num_waiting"]:
+            if time.monotonic() >= deadline_s:
+                raise BusyServerError(
+                    f"the server at {self._url} is busy: {replica['num_running']} requests run "
+                    f"and {replica['num_waiting']} wait. Calibrate when nobody uses it; their "
+                    "steps would be measured instead"
+                )
+            time.sleep(POLL_S)
 
     def measure(self, seconds: float, on_wave: Callable[[float], None]) -> Samples:
         """Drive the grid for that long; rows and times of the steps that it became."""
         self._send(Wave(((0, 8, 2),) * WARM_UP_REQUESTS))
-        before, start_s = self._replica()["num_steps"], time.monotonic()
+        before, self._start_s = self._replica()["num_steps"], time.monotonic()
+        self._lone_s = [self._time_alone_s() for _ in range(LONE_REQUESTS)]
         for wave in grid(self.server, self._random):
             self._send(wave)
-            elapsed_s = time.monotonic() - start_s
+            elapsed_s = time.monotonic() - self._start_s
             on_wave(min(1.0, elapsed_s / seconds))
             if elapsed_s >= seconds:
                 break
@@ -130,6 +146,25 @@ class Driver:
         table = np.array(after["rows"][before - after["num_steps"] :], dtype=np.float64)
         num_columns = len(BatchRow._fields)
         return table[:, :num_columns], table[:, num_columns]
+
+    def host_time(self) -> HostTime | None:
+        """What the server took beside its device in `measure`; None if its steps do not tell."""
+        elapsed_s = time.monotonic() - self._start_s
+        [replica] = fetch(self._url, "/echo/trace", self._api_key, seconds=elapsed_s)["replicas"]
+        notes = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
+        alone = [
+            note["time_s"]
+            for note in notes
+            if note["prefill_tokens"] == LONE_PROMPT_TOKENS and note["time_s"] is not None
+        ]
+        gaps, lone_s = host_gaps(notes), list(zip(self._lone_s, alone, strict=False))
+        return fit_host_time(gaps, lone_s) if gaps and lone_s else None
+
+    def _time_alone_s(self) -> float:
+        """How long the client of one short request waits, when nobody else is there."""
+        prompt, start_s = self._tokens(LONE_PROMPT_TOKENS), time.monotonic()
+        self._generate(prompt, 1)
+        return time.monotonic() - start_s
 
     def _send(self, wave: Wave) -> None:
         with ThreadPoolExecutor(len(wave.requests)) as pool:
@@ -144,8 +179,16 @@ class Driver:
 
     def _generate(self, prompt: list[int], max_new_tokens: int) -> None:
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling}
-        self._client.post("/generate", json=body).raise_for_status()
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        try:
+            # Streamed, as people read: each token's way out takes the host's time at each step.
+            with self._client.stream("POST", "/generate", json=body) as answer:
+                answer.raise_for_status()
+                lines = [line for line in answer.iter_lines() if line]
+        except httpx.HTTPError as error:
+            raise StepsError(f"the server at {self._url} failed meanwhile: {error}") from error
+        if failed := next((line for line in lines if line.startswith('data: {"error"')), ""):
+            raise StepsError(f"the server at {self._url} answers {failed[:300]}")
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(FIRST_TOKEN_ID, self.server["vocab"]) for _ in range(count)]
@@ -160,7 +203,36 @@ class Driver:
         return replicas[0]
 
 
-def fit_all(samples: Samples, server: dict[str, Any], *, seed: int) -> Calibration:
+def host_gaps(notes: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Of steps that another one waited for: their requests, and the time until that began.
+
+    The next step decodes: then somebody was there all the time between the two.
+    """
+    return [
+        (note["num_prefills"] + note["num_decodes"], after["start_s"] - end_s)
+        for note, after in itertools.pairwise(notes)
+        if note["time_s"] is not None and after["num_decodes"]
+        for end_s in (note["start_s"] + note["time_s"],)
+    ]
+
+
+def wait_until_up(url: str) -> None:
+    """Return when the server is healthy, or its launcher, our parent, is gone.
+
+    Errors: `StepsError` in the latter case.
+    """
+    parent = os.getppid()
+    while os.getppid() == parent:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=REQUEST_TIMEOUT_S).status_code == httpx.codes.OK:
+                return
+        time.sleep(POLL_S)
+    raise StepsError(f"the server at {url} ended before it was up")
+
+
+def fit_all(
+    samples: Samples, server: dict[str, Any], *, seed: int, host: HostTime | None = None
+) -> Calibration:
     """Fit every model that the server's facts allow, judge all on the same held-out steps.
 
     Errors: `ValueError` names the column of samples that cannot be fitted.
@@ -169,11 +241,19 @@ def fit_all(samples: Samples, server: dict[str, Any], *, seed: int) -> Calibrati
     sizes = server["transformer"]
     transformer = Transformer(**sizes) if sizes else None
     names = [name for name in BATCH_TIME_MODELS if transformer or name != RooflineBatchTime.NAME]
-    models = {name: create_batch_time(name, transformer=transformer).fit(*fitted) for name in names}
+    captured = server["captured_batch_sizes"]
+    models = {
+        name: create_batch_time(name, captured_batch_sizes=captured, transformer=transformer).fit(
+            *fitted
+        )
+        for name in names
+    }
     errors: dict[str, Errors] = {
         name: held_out_errors(model, held_out) for name, model in models.items()
     }
-    return Calibration(models, errors, choose_best(errors), len(samples[1]), server)
+    largest = dict(zip(BatchRow._fields, map(int, samples[0].max(axis=0)), strict=True))
+    best = choose_best(errors)
+    return Calibration(models, errors, best, len(samples[1]), server, largest, host)
 
 
 def _length(rng: random.Random, longest: int) -> int:

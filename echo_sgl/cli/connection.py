@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import random
 import socket
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
 
 from echo_sgl.batches.job_file import is_served
 from echo_sgl.batches.replies import Reply
-from echo_sgl.cli.window import backoff_s
+from echo_sgl.batches.window import backoff_s
 from echo_sgl.errors import EchoError
 
 PROBE_TIMEOUT_S = 30.0  # SGLang's own health check gives up after 20 s
@@ -26,6 +27,7 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class ServerError(EchoError, RuntimeError):
@@ -36,6 +38,7 @@ class NotReadyError(Exception):
     """The server is there but cannot take work yet."""
 
 
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 LOST = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException, NotReadyError)
 
 
@@ -53,32 +56,66 @@ def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.As
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The server went away before it answered; `was_sent` says whether it may be because of it."""
+
+    was_sent: bool
+
+
 class Connection:
-    """Posts requests; while the server is away, one probe waits for it on behalf of all."""
+    """Posts requests to one server; while it is away, one probe waits for it on behalf of all."""
 
     def __init__(self, client: httpx.AsyncClient, *, say: Say, rng: random.Random) -> None:
         self._client = client
         self._say = say
         self._rng = rng
-        self._returning = asyncio.Lock()
+        self._checking_loss = asyncio.Lock()
+        self._returning: asyncio.Task[None] | None = None
         self._num_returns = 0
         self.needed_models: Collection[str] = ()
 
-    async def post(self, url: str, content: bytes) -> Reply | None:
-        """Send one request; None when the connection was lost and the server is back again.
+    @property
+    def url(self) -> str:
+        return str(self._client.base_url)
 
-        A loss that the server survived counts as a broken reply: the request may be its cause.
+    @property
+    def is_away(self) -> bool:
+        return self._returning is not None and not self._returning.done()
+
+    def begin(self) -> None:
+        """Look whether the server is there and has the models; `wait_there` tells."""
+        self._returning = asyncio.create_task(self._return())
+
+    async def wait_there(self) -> None:
+        """Return when the server may be asked.
+
+        Errors: `ServerError` when it came back as one that cannot be used.
         """
-        async with self._returning:  # passes at once unless a probe is waiting
-            num_returns = self._num_returns
+        if self._returning is not None:
+            await asyncio.shield(self._returning)
+
+    async def close(self) -> None:
+        """Stop waiting for the server."""
+        if self._returning is not None:
+            self._returning.cancel()
+            await asyncio.gather(self._returning, return_exceptions=True)
+
+    async def post(self, url: str, content: bytes) -> Reply | Loss:
+        """Send one request.
+
+        A connection that is lost while the server stays counts as a broken reply: the request
+        may be its cause.
+        """
+        num_returns = self._num_returns
         try:
             answer = await self._client.post(
                 url, content=content, headers={"Content-Type": "application/json"}
             )
         except LOST as error:
-            was_away = await self._wait_back(num_returns, error)
-            message = {"error": {"message": f"connection lost: {_named(error)}"}}
-            return None if was_away else Reply(500, message)
+            if await self._has_gone(num_returns, error):
+                return Loss(was_sent=not isinstance(error, NEVER_SENT))
+            return Reply(500, {"error": {"message": f"connection lost: {_named(error)}"}})
         if answer.status_code == 401:
             raise _key_refused(self._client.base_url)
         return Reply.parse(
@@ -120,30 +157,36 @@ class Connection:
                 await self._pause(attempt, f"no server is ready at {self._client.base_url}", error)
             else:
                 if attempt:
-                    self._say("the server is there; carrying on")
+                    self._say(f"the server at {self.url} is there; carrying on")
                 return models
         raise AssertionError("unreachable: the count has no end")
 
-    async def _wait_back(self, num_returns: int, error: Exception) -> bool:
-        """Return when the server answers; whether it was away since that many returns."""
-        async with self._returning:
-            if num_returns != self._num_returns:
+    async def _has_gone(self, num_returns: int, error: Exception) -> bool:
+        """Whether the server is away, or was since that many returns."""
+        async with self._checking_loss:
+            if self.is_away or num_returns != self._num_returns:
                 return True
             try:
                 await self._check_models(await self.models())
             except LOST:
-                self._say(f"lost the server ({_named(error)}); unanswered lines will be sent again")
-                await self._check_models(await self.wait_models())
-                self._num_returns += 1
+                self._say(
+                    f"lost the server at {self.url} ({_named(error)}); unanswered lines will be "
+                    "sent again"
+                )
+                self.begin()
                 return True
             return False
+
+    async def _return(self) -> None:
+        await self._check_models(await self.wait_models())
+        self._num_returns += 1
 
     async def _check_models(self, models: list[str]) -> None:
         for attempt in itertools.count():
             missing = [name for name in self.needed_models if not is_served(name, models)]
             if not missing:
                 return
-            what = f"the server came back with {', '.join(models)} instead of {', '.join(missing)}"
+            what = f"{self.url} has {', '.join(models)} instead of {', '.join(missing)}"
             await self._pause(attempt, what)
             models = await self.wait_models()
 
@@ -152,6 +195,18 @@ class Connection:
         reason = f" ({_named(error)})" if error else ""
         self._say(f"{what}{reason}; waiting for it, next look in {delay_s:.1f} s")
         await asyncio.sleep(delay_s)
+
+
+async def first_of(calls: Collection[Awaitable[T]]) -> T:
+    """What the first that ends gives; the others are cancelled. Errors are its errors."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return min(done, key=tasks.index).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _named(error: Exception) -> str:

@@ -1,22 +1,23 @@
-"""Send the lines of a job file to a server, each until it is answered or fails for good."""
+"""Send the lines of a job file to servers, each until it is answered or fails for good."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import orjson
 
 from echo_sgl.batches.job_file import Entry, LineReader
 from echo_sgl.batches.journal import Journal, Record
 from echo_sgl.batches.lines import EMBEDDINGS_URL, BatchLine
-from echo_sgl.batches.replies import Reply, Usage, Verdict, output_record
-from echo_sgl.cli.connection import Connection
+from echo_sgl.batches.replies import Reply, Usage, Verdict, crashed_record, output_record
+from echo_sgl.batches.window import MAX_CRASHES, Window, backoff_s
+from echo_sgl.cli.connection import Connection, Loss, first_of
+from echo_sgl.cli.shares import Line, LineShares
 from echo_sgl.cli.tally import Display
-from echo_sgl.cli.window import Window, backoff_s
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
 MESSAGE_INTERVAL_S = 10.0  # 50,000 lines can fail in the same way
@@ -25,12 +26,19 @@ REFUSED_BACKOFF_CAP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SendOptions:
-    """How lines are sent. `max_retries` bounds broken replies of one line, not refusals."""
+    """How lines are sent to each server.
+
+    `max_retries` bounds broken replies of one line, not refusals.
+    """
 
     window: int = 64
     window_tokens: int = 1_000_000
     max_retries: int = 5
     is_flex: bool = True
+
+
+async def _all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks)
 
 
 class JournalWriter:
@@ -50,12 +58,29 @@ class JournalWriter:
                 await asyncio.to_thread(self._journal.append, records)
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One server and what may be in it at a time."""
+
+    connection: Connection
+    window: Window
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What becomes of a line."""
+
+    is_ok: bool
+    record: bytes
+    usage: Usage = field(default_factory=Usage)
+
+
 class Sender:
-    """Keeps a bounded window of lines in the server and records what comes back."""
+    """Keeps a bounded window of lines in each server and records what comes back."""
 
     def __init__(
         self,
-        connection: Connection,
+        connections: Sequence[Connection],
         reader: LineReader,
         journal: Journal,
         *,
@@ -63,101 +88,130 @@ class Sender:
         display: Display,
         rng: random.Random,
     ) -> None:
-        self._connection = connection
+        self._targets = [
+            Target(connection, Window(options.window, options.window_tokens))
+            for connection in connections
+        ]
         self._reader = reader
         self._writer = JournalWriter(journal)
         self._options = options
         self._display = display
         self._tally = display.tally
         self._rng = rng
-        self._window = Window(options.window, options.window_tokens)
         self._recording: set[asyncio.Task[None]] = set()
         self._num_refused = 0
         self._next_message_s: dict[Verdict, float] = {}
 
-    async def run(self, entries: Iterable[Entry]) -> None:
+    async def run(self, entries: Sequence[Entry]) -> None:
         """Send all entries in their order; return when each one's record is on disk.
 
         Cancellation drops what is in flight and keeps every answer that has come in.
         """
-        queue = iter(entries)
-        workers = [asyncio.create_task(self._work(queue)) for _ in range(self._options.window)]
+        shares = LineShares(entries, len(self._targets))
+        for target in self._targets:
+            target.connection.begin()
+        workers = [
+            asyncio.create_task(self._work(shares, server))
+            for server in range(len(self._targets))
+            for _ in range(self._options.window)
+        ]
+        all_settled = asyncio.create_task(shares.wait_settled())
         try:
-            await asyncio.gather(*workers)
+            # A server that is away keeps its workers waiting, but not the run.
+            await first_of([all_settled, _all_of(workers)])
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            for task in (all_settled, *workers):
+                task.cancel()
+            await asyncio.gather(all_settled, *workers, return_exceptions=True)
             await asyncio.gather(*self._recording)
+            for target in self._targets:
+                await target.connection.close()
 
-    async def _work(self, queue: Iterator[Entry]) -> None:
-        for entry in queue:
-            line = self._reader.read(entry)
-            reply = await self._answer(entry, line)
-            task = asyncio.create_task(self._record(entry.custom_id, reply))
+    async def _work(self, shares: LineShares, server: int) -> None:
+        target = self._targets[server]
+        while True:
+            await target.connection.wait_there()
+            line = await shares.take(server)
+            if line is None:
+                return
+            outcome = await self._try(target, line)
+            if outcome is None:
+                shares.give_back(server, line)
+                continue
+            task = asyncio.create_task(self._record(outcome, target))
             self._recording.add(task)
             task.add_done_callback(self._recording.discard)
             # A cancelled run keeps the answers that it has.
             await asyncio.shield(task)
+            shares.settle()
 
-    async def _record(self, custom_id: str, reply: Reply) -> None:
-        is_ok = reply.verdict is Verdict.ANSWERED
-        await self._writer.write((is_ok, output_record(custom_id, reply)))
-        self._tally.add(Usage.of_body(reply.body), is_ok=is_ok)
+    async def _record(self, outcome: Outcome, target: Target) -> None:
+        await self._writer.write((outcome.is_ok, outcome.record))
+        self._tally.add(outcome.usage, is_ok=outcome.is_ok, server=target.connection.url)
         self._display.update()
 
-    async def _answer(self, entry: Entry, line: BatchLine) -> Reply:
-        """The reply that settles the line."""
-        content = self._content(line)
-        num_refusals = num_broken = 0
-        while True:
-            async with self._window.slot(entry.tokens):
-                reply = await self._connection.post(line.url, content)
-                self._adapt(reply)
-            if reply is None:
-                self._tally.retries += 1
-                continue
-            if reply.verdict is Verdict.REFUSED:
-                await self._wait_refused(reply, num_refusals)
-                num_refusals += 1
-            elif reply.verdict is Verdict.BROKEN and num_broken < self._options.max_retries:
-                await self._wait_broken(entry, reply, num_broken)
-                num_broken += 1
-            else:
-                return reply
-            self._tally.retries += 1
+    async def _try(self, target: Target, line: Line) -> Outcome | None:
+        """Send the line once; None when it is to be sent again."""
+        entry = line.entry
+        request = self._reader.read(entry)
+        async with target.window.slot(entry.tokens, line.num_crashes):
+            if target.connection.is_away:
+                return None
+            reply = await target.connection.post(request.url, self._content(request))
+            self._adapt(target, reply)
+        outcome = await self._judge(target, line, reply)
+        self._tally.retries += outcome is None
+        return outcome
+
+    async def _judge(self, target: Target, line: Line, reply: Reply | Loss) -> Outcome | None:
+        if isinstance(reply, Loss):
+            line.num_crashes += reply.was_sent
+            if line.num_crashes < MAX_CRASHES:
+                return None
+            return Outcome(is_ok=False, record=crashed_record(line.entry.custom_id))
+        if reply.verdict is Verdict.REFUSED:
+            await self._wait_refused(target, reply, line.num_refused)
+            line.num_refused += 1
+            return None
+        if reply.verdict is Verdict.BROKEN and line.num_broken < self._options.max_retries:
+            await self._wait_broken(line, reply)
+            line.num_broken += 1
+            return None
+        is_ok = reply.verdict is Verdict.ANSWERED
+        record = output_record(line.entry.custom_id, reply)
+        return Outcome(is_ok, record, Usage.of_body(reply.body))
 
     def _content(self, line: BatchLine) -> bytes:
         if self._options.is_flex and line.url != EMBEDDINGS_URL:
             return orjson.dumps({**line.body, "service_tier": OFFLINE_SERVICE_TIER})
         return orjson.dumps(line.body)
 
-    def _adapt(self, reply: Reply | None) -> None:
-        if reply is None:
+    def _adapt(self, target: Target, reply: Reply | Loss) -> None:
+        if isinstance(reply, Loss):
             return
         if reply.verdict is Verdict.REFUSED:
-            self._window.shrink()
+            target.window.shrink()
         else:
-            self._window.grow()
+            target.window.grow()
 
-    async def _wait_refused(self, reply: Reply, attempt: int) -> None:
+    async def _wait_refused(self, target: Target, reply: Reply, attempt: int) -> None:
         self._num_refused += 1
         try:
             self._say_seldom(
                 Verdict.REFUSED,
                 f"the server takes no more work ({reply.reason}); {self._num_refused} lines "
-                f"wait with back-off until it does, {self._window.limit} are sent at a time",
+                f"wait with back-off until it does, {target.window.limit} are sent at a time",
             )
             await asyncio.sleep(backoff_s(attempt, self._rng, cap_s=REFUSED_BACKOFF_CAP_S))
         finally:
             self._num_refused -= 1
 
-    async def _wait_broken(self, entry: Entry, reply: Reply, attempt: int) -> None:
-        delay_s = backoff_s(attempt, self._rng)
+    async def _wait_broken(self, line: Line, reply: Reply) -> None:
+        delay_s = backoff_s(line.num_broken, self._rng)
         self._say_seldom(
             Verdict.BROKEN,
-            f"line {entry.line_number} ({entry.custom_id}) failed ({reply.reason}); retry "
-            f"{attempt + 1} of {self._options.max_retries} in {delay_s:.1f} s",
+            f"line {line.entry.line_number} ({line.entry.custom_id}) failed ({reply.reason}); "
+            f"retry {line.num_broken + 1} of {self._options.max_retries} in {delay_s:.1f} s",
         )
         await asyncio.sleep(delay_s)
 

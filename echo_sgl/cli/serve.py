@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from echo_sgl.config import CONFIG_ENV, load_config, resolve_config_path
+from echo_sgl.config import (
+    CALIBRATE_ENV,
+    CONFIG_ENV,
+    DATABASE_URL_ENV,
+    FORCE_PROFILE_ENV,
+    KEYS_FILE_ENV,
+    STATE_DIR_ENV,
+    load_config,
+    resolve_config_path,
+)
 from echo_sgl.errors import ConfigError
 
 PLUGIN_NAME = "echo_sgl"
@@ -21,6 +30,37 @@ def serve(
     config: Annotated[
         str, typer.Option(help="TOML file, or the name of a preset that ships with the package.")
     ] = "echo",
+    force_profile: Annotated[
+        bool, typer.Option(help="Use the config's profile although it is for another machine.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure it once it is up; write its profile.")
+    ] = False,
+    calibrate_seconds: Annotated[
+        float, typer.Option(help="With --calibrate: how long to measure.", min=5)
+    ] = 60.0,
+    echo_state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Serve OpenAI's Files and Batches; jobs and files are kept here.",
+            envvar=STATE_DIR_ENV,
+        ),
+    ] = None,
+    echo_database_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep jobs in this PostgreSQL, which several servers may share.  [default: SQLite "
+            "in the state directory]",
+            envvar=DATABASE_URL_ENV,
+        ),
+    ] = None,
+    echo_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Further API keys, one tenant a line: NAME KEY or NAME sha256:HEX.",
+            envvar=KEYS_FILE_ENV,
+        ),
+    ] = None,
 ) -> None:
     """Start `sglang serve` with Echo on; all other arguments go to SGLang as they are.
 
@@ -28,10 +68,17 @@ def serve(
 
         echo-sgl serve --config configs/echo.toml --model-path Qwen/Qwen3-0.6B --enable-metrics
 
+    With `--echo-state-dir DIR` the server takes job files too: see `echo-sgl batch`.
+
     SGLang has a `--config` too: what follows a bare `--` is never read by this command.
     """
     path = resolve_config_path(config)
-    load_config(path)
+    profile = load_config(path).estimator.profile
+    if calibrate:
+        check_profile_target(profile, path)
+    else:
+        check_profile(profile)
+    _set_up_batches(echo_state_dir, echo_database_url, echo_keys_file)
     check_plugin_filter(os.environ.get(PLUGIN_FILTER_ENV, ""))
     script = Path(sys.executable).with_name("sglang")
     if not script.exists():
@@ -42,8 +89,57 @@ def serve(
         )
         raise typer.Exit(1)
     os.environ[CONFIG_ENV] = str(path.absolute())
+    if calibrate:
+        os.environ[CALIBRATE_ENV] = str(calibrate_seconds)
+    if force_profile:
+        os.environ[FORCE_PROFILE_ENV] = "1"
     # Replacing the process keeps the pid, so that signals and supervisors reach the server.
     os.execv(sys.executable, [sys.executable, str(script), "serve", *context.args])
+
+
+def check_profile(profile: str) -> None:
+    """Refuse a profile that cannot be read now; whether it fits the device shows at start."""
+    if profile:
+        from echo_sgl.estimators.profile import load_profile
+
+        load_profile(profile, device="", model="", force=True)
+
+
+def check_profile_target(profile: str, config: Path) -> None:
+    """Refuse to calibrate without a place for the result."""
+    if not profile:
+        raise ConfigError(
+            f"--calibrate writes the profile that the config names, but {config} names none; "
+            'set profile = "FILE" in its section [estimator]'
+        )
+    from echo_sgl.estimators.profile import replaced_profile
+
+    replaced_profile(profile)
+
+
+def _set_up_batches(
+    state_dir: Path | None, database_url: str | None, keys_file: Path | None
+) -> None:
+    """Hand the batch service's options on, after a look that costs less than a server's start."""
+    for name in (STATE_DIR_ENV, DATABASE_URL_ENV, KEYS_FILE_ENV):
+        os.environ.pop(name, None)
+    if state_dir is None:
+        if database_url or keys_file:
+            raise ConfigError(
+                "--echo-database-url and --echo-keys-file belong to the batch service; switch it "
+                "on with --echo-state-dir DIR"
+            )
+        return
+    from echo_sgl.batches.store.job_store import open_store
+    from echo_sgl.batches.tenants import read_keys_file
+
+    open_store(state_dir, database_url).close()
+    os.environ[STATE_DIR_ENV] = str(state_dir.absolute())
+    if database_url:
+        os.environ[DATABASE_URL_ENV] = database_url
+    if keys_file:
+        read_keys_file(keys_file)
+        os.environ[KEYS_FILE_ENV] = str(keys_file.absolute())
 
 
 def check_plugin_filter(value: str) -> None:

@@ -6,9 +6,9 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SCRAPE_TIMEOUT_S = 10.0
 NOTHING = "-"
+T = TypeVar("T")
 _COUNTS = ("punished_tokens", "recomputed_tokens", "retractions", "held_back", "reserve_hits")
 _GAUGES = (
     "cached_tokens",
@@ -80,13 +81,21 @@ def stats(
 
 
 def scrape(url: str) -> dict[Task, TaskFigures]:
-    """Fetch and parse `/metrics`.
+    """The figures of each class.
+
+    Errors: `ScrapeError` when the server cannot be reached or shows no metric of Echo's.
+    """
+    from echo_sgl.cli.scrape import parse_figures
+
+    return fetch_metrics(url, parse_figures)
+
+
+def fetch_metrics(url: str, parse: Callable[[str], T]) -> T:
+    """Fetch `/metrics` and parse it by a function that finds nothing (falsy) without Echo.
 
     Errors: `ScrapeError` when the server cannot be reached or shows no metric of Echo's.
     """
     import httpx
-
-    from echo_sgl.cli.scrape import parse_figures
 
     try:
         reply = httpx.get(f"{url}/metrics", timeout=SCRAPE_TIMEOUT_S, follow_redirects=True)
@@ -102,7 +111,7 @@ def scrape(url: str) -> dict[Task, TaskFigures]:
             "Start the server with --enable-metrics to have it."
         )
     try:
-        figures = parse_figures(reply.text)
+        figures = parse(reply.text)
     except ValueError as error:
         raise ScrapeError(f"{url}/metrics is no Prometheus text ({error}). Is --url right?") from (
             error

@@ -9,15 +9,13 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from echo_sgl.errors import EchoError
-
-FETCH_TIMEOUT_S = 60.0
+from echo_sgl.cli.server_route import ServerRouteError, fetch
 
 steps_app = typer.Typer(help="Look at the steps that the server ran.", no_args_is_help=True)
 
 
-class StepsError(EchoError, RuntimeError):
-    """The server gave no steps; the message says what to do."""
+class StepsError(ServerRouteError):
+    """The server's steps cannot be used; the message says what to do."""
 
 
 @steps_app.callback()
@@ -56,25 +54,9 @@ def dump(
 def fetch_steps(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """Columns and rows of each replica.
 
-    Errors: `StepsError` when the server cannot be reached or does not know the route.
+    Errors: `ServerRouteError` when the server cannot be reached or does not know the route.
     """
-    import httpx
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        reply = httpx.get(f"{url}/echo/steps", headers=headers, timeout=FETCH_TIMEOUT_S)
-    except httpx.TransportError as error:
-        raise StepsError(
-            f"no server answers at {url} ({error}). Is it running, and is --url right?"
-        ) from error
-    if reply.status_code == httpx.codes.UNAUTHORIZED:
-        raise StepsError(f"{url} wants an API key; give it with --api-key")
-    if reply.status_code != httpx.codes.OK:
-        raise StepsError(
-            f"{url}/echo/steps answers {reply.status_code}. "
-            "Start the server with Echo: echo-sgl serve --config echo <SGLang's arguments>"
-        )
-    replicas: list[dict[str, Any]] = reply.json()["replicas"]
+    replicas: list[dict[str, Any]] = fetch(url, "/echo/steps", api_key)["replicas"]
     return replicas
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,7 +18,7 @@ LOG_INTERVAL_S = 30.0
 @dataclass(slots=True)
 class Tally:
     """Counts of one run. `already_done` lines were finished by an earlier run, `skipped` ones
-    are invalid; tokens are of this run's answers only."""
+    are invalid; tokens are of this run's answers only, `by_server` counts its lines by URL."""
 
     lines: int
     ok: int = 0
@@ -31,6 +31,7 @@ class Tally:
     generated_tokens: int = 0
     seconds: float = 0.0
     reports_cached: bool = False
+    by_server: dict[str, int] = field(default_factory=dict)
 
     @property
     def left(self) -> int:
@@ -43,10 +44,11 @@ class Tally:
             return None
         return self.cached_tokens / self.prompt_tokens
 
-    def add(self, usage: Usage, *, is_ok: bool) -> None:
+    def add(self, usage: Usage, *, is_ok: bool, server: str) -> None:
         """Count one line whose record is on disk."""
         self.ok += is_ok
         self.failed += not is_ok
+        self.by_server[server] = self.by_server.get(server, 0) + 1
         self.prompt_tokens += usage.prompt_tokens
         self.generated_tokens += usage.generated_tokens
         self.cached_tokens += usage.cached_tokens or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from echo_sgl.errors import EchoError
@@ -14,6 +15,18 @@ class ServerUrlError(EchoError, ValueError):
         super().__init__(
             f"--url is {given!r}: {reason}. Write it as http://HOST:PORT, without a path"
         )
+
+
+def server_roots(urls: Sequence[str]) -> list[str]:
+    """The same for several servers.
+
+    Errors: `ServerUrlError` also when one is named twice, which would double its window.
+    """
+    roots = [server_root(url) for url in urls]
+    for index, root in enumerate(roots):
+        if root in roots[:index]:
+            raise ServerUrlError(urls[index], "it is named twice; name each server once")
+    return roots
 
 
 def server_root(url: str) -> str:

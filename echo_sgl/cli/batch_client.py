@@ -1,0 +1,163 @@
+"""OpenAI's Files and Batches as the command line uses them: any compatible server will do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from echo_sgl.errors import EchoError
+
+TIMEOUT_S = 60.0
+UPLOAD_TIMEOUT_S = 3600.0
+ENDED = ("failed", "completed", "expired", "cancelled")
+_NO_SERVICE = (
+    "{url} has no batch service. Start it with: echo-sgl serve --echo-state-dir DIR ..., or work "
+    "through the file with: echo-sgl batch run"
+)
+
+
+class BatchServiceError(EchoError, RuntimeError):
+    """The server refused, or cannot be reached; the message says what to do."""
+
+
+class BatchClient:
+    """Blocking calls to one server."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = url
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def has_service(self) -> bool:
+        """Whether the server takes batches; False too when it cannot be reached."""
+        try:
+            answer = self._http.get("/v1/batches", params={"limit": 1})
+            return answer.status_code == 200 and answer.json().get("object") == "list"
+        except (httpx.HTTPError, ValueError, AttributeError):
+            return False
+
+    def submit(
+        self, jobs: Path, *, endpoint: str, window: str, metadata: dict[str, str]
+    ) -> dict[str, Any]:
+        """Upload a file and create a batch over it."""
+        with jobs.open("rb") as content:
+            uploaded = self._call(
+                "POST",
+                "/v1/files",
+                data={"purpose": "batch"},
+                files={"file": (jobs.name, content, "application/jsonl")},
+                timeout=UPLOAD_TIMEOUT_S,
+            )
+        body = {
+            "input_file_id": uploaded["id"],
+            "endpoint": endpoint,
+            "completion_window": window,
+            "metadata": metadata or None,
+        }
+        return self._call("POST", "/v1/batches", json=body)
+
+    def list(self, limit: int, after: str | None = None) -> dict[str, Any]:
+        params = {"limit": limit, **({"after": after} if after else {})}
+        return self._call("GET", "/v1/batches", params=params)
+
+    def get(self, batch_id: str) -> dict[str, Any]:
+        return self._call("GET", f"/v1/batches/{batch_id}")
+
+    def act(self, batch_id: str, action: str) -> dict[str, Any]:
+        """Cancel, or one of our own: retry, pause, resume."""
+        return self._call("POST", f"/v1/batches/{batch_id}/{action}")
+
+    def find(self, key: str, value: str) -> dict[str, Any] | None:
+        """The newest batch with that metadata, among the latest hundred."""
+        found = self.list(100)["data"]
+        return next((item for item in found if (item["metadata"] or {}).get(key) == value), None)
+
+    def download(self, file_id: str | None, path: Path) -> None:
+        """Write a file's content, whole or not at all; without a file, an empty one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.part")
+        with draft.open("wb") as output:
+            if file_id:
+                self._copy(f"/v1/files/{file_id}/content", output.write)
+            output.flush()
+            os.fsync(output.fileno())
+        draft.replace(path)
+
+    def _copy(self, path: str, write: Callable[[bytes], object]) -> None:
+        try:
+            with self._http.stream("GET", path) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise self._refused(answer)
+                for piece in answer.iter_bytes():
+                    write(piece)
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+
+    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+        if answer.status_code != 200:
+            raise self._refused(answer)
+        try:
+            document: dict[str, Any] = answer.json()
+        except ValueError as error:
+            raise BatchServiceError(f"{self.url} does not answer in JSON; is --url right?") from (
+                error
+            )
+        return document
+
+    def _refused(self, answer: httpx.Response) -> BatchServiceError:
+        try:
+            error = orjson.loads(answer.content)["error"]
+            message = str(error["message"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            if answer.status_code in (404, 405):
+                return BatchServiceError(_NO_SERVICE.format(url=self.url))
+            message = answer.text[:300] or answer.reason_phrase
+        if answer.status_code == 401:
+            message += ". Set the key with --api-key, ECHO_SGL_API_KEY or OPENAI_API_KEY"
+        return BatchServiceError(f"the server refuses ({answer.status_code}): {message}")
+
+    def _lost(self, error: httpx.TransportError) -> BatchServiceError:
+        return BatchServiceError(
+            f"no server answers at {self.url} ({type(error).__name__}). Is it running, and is "
+            "--url right? Batches go on by themselves once it does"
+        )
+
+
+def wait_ended(
+    client: BatchClient,
+    batch_id: str,
+    every_s: float,
+    show: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Look at a batch until it has ended; a server that is away is waited for."""
+    is_away = False
+    while True:
+        try:
+            batch = client.get(batch_id)
+        except BatchServiceError as error:
+            if not isinstance(error.__cause__, httpx.TransportError):
+                raise
+            if not is_away:
+                say(f"{error}; waiting for it")
+            is_away = True
+        else:
+            is_away = False
+            show(batch)
+            if batch["status"] in ENDED:
+                return batch
+        time.sleep(every_s)

@@ -1,0 +1,180 @@
+"""`echo-sgl budget`: find the time per step that keeps an SLO on this server, under this trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echo_sgl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from echo_sgl.cli.replay import Replayer
+    from echo_sgl.config import EchoConfig
+    from echo_sgl.estimators.budget import BudgetSearch, Measurement, Target
+
+NOT_KEPT_EXIT = 1
+# A step shorter than this share of the tightest limit leaves no room for offline work.
+LOW_SHARE = 0.02
+
+
+def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
+    slo: Annotated[str, typer.Option(help="As ttft_p99=1s,tpot_p99=50ms (mean, p50, p90, p99).")],
+    trace: Annotated[Path, typer.Option(help="Online requests: Azure, BurstGPT, Mooncake or own.")],
+    output: Annotated[Path, typer.Option(help="Preset to write, or with --check to verify.")],
+    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:30000",
+    check: Annotated[bool, typer.Option("--check", help="Verify a stored preset.")] = False,
+    jobs: Annotated[
+        Path | None, typer.Option(help="Job file as offline work.  [default: synthetic lines]")
+    ] = None,
+    config: Annotated[str, typer.Option(help="Config that the preset is a copy of.")] = "echo",
+    seconds: Annotated[float, typer.Option(help="Of the trace, from its start.", min=1)] = 60.0,
+    speed: Annotated[float, typer.Option(help="Replay so many times as fast.", min=0.01)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="Leave out requests that failed.")
+    ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Sent as bearer token.", envvar=["ECHO_SGL_API_KEY", "OPENAI_API_KEY"]),
+    ] = None,
+) -> None:
+    """Find the largest budget per step that keeps an SLO, by replays on an idle server.
+
+    Example:
+
+        echo-sgl budget --slo ttft_p99=1s,tpot_p99=50ms --trace azure.csv --output mine.toml
+
+    The server must run with steps.limit = "budget"; it goes on with the budget tried last.
+    Exit code 1: the SLO cannot be kept.
+    """
+    from echo_sgl.cli.replay import Replayer
+    from echo_sgl.cli.url import server_root
+    from echo_sgl.sim.trace_files import read_trace_file
+
+    targets = read_slo(slo)
+    base = base_config(config, output, is_check=check)
+    read = read_trace_file(trace, skip_empty=skip_empty)
+    for warning in read.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    requests = read.trace.between(0.0, seconds * speed)
+    replayer = Replayer(
+        server_root(url), api_key, requests, jobs=jobs, speed=speed, rng=random.Random(seed)
+    )
+    search = run_search(replayer, targets, stored_s=base.steps.budget_s if check else None)
+    table = list(evidence(search))
+    typer.echo("\n".join(table))
+    if search.budget_s is None:
+        typer.echo(f"echo-sgl: {refusal(search, base)}", err=True)
+        raise typer.Exit(NOT_KEPT_EXIT)
+    if not check:
+        title = [f"budget_s {search.budget_s:.4g}, found by `echo-sgl budget` {date.today()}"]
+        load = f"{trace.name}, {seconds:g} s at speed {speed:g}"
+        work = jobs.name if jobs else "synthetic lines"
+        facts = [*provenance(replayer), f"online: {load}; offline: {work}"]
+        write_preset(output, base, search.budget_s, [*title, *facts, *table])
+        typer.echo(f"budget of {search.budget_s:.4g} s written to {output}", err=True)
+
+
+def read_slo(text: str) -> tuple[Target, ...]:
+    """The targets of `--slo`. Errors: `ConfigError` names the part that cannot be read."""
+    from echo_sgl.estimators.budget import parse_slo
+
+    try:
+        return parse_slo(text)
+    except ValueError as error:
+        raise ConfigError(f"--slo: {error}") from error
+
+
+def base_config(name: str, output: Path, *, is_check: bool) -> EchoConfig:
+    """The config to copy, or the stored preset. Errors: `ConfigError` before any replay."""
+    from echo_sgl.config import load_config, resolve_config_path
+
+    if not is_check:
+        if not output.parent.is_dir():
+            raise ConfigError(f"--output {output} is in a folder that does not exist")
+        return load_config(resolve_config_path(name))
+    stored = load_config(output)
+    if stored.steps.limit != "budget":
+        raise ConfigError(
+            f"{output} has steps.limit {stored.steps.limit!r}, so there is no budget to check; "
+            "find one without --check"
+        )
+    return stored
+
+
+def run_search(
+    replayer: Replayer, targets: tuple[Target, ...], *, stored_s: float | None
+) -> BudgetSearch:
+    """Search, or check the stored budget; shows on stderr what is being replayed."""
+    from rich.console import Console
+
+    from echo_sgl.estimators.budget import check_budget, find_budget
+
+    with Console(stderr=True).status("replaying") as status:
+
+        def measure(budget_s: float) -> Measurement:
+            what = f"under {budget_s:.4g} s a step" if budget_s else "without offline work"
+            status.update(f"replaying {replayer.seconds:.0f} s {what}")
+            return replayer.measure(budget_s, targets)
+
+        if stored_s is not None:
+            return check_budget(measure, targets, stored_s)
+        limits_s = [target.limit_s for target in targets]
+        low_s, high_s = LOW_SHARE * min(limits_s), max(limits_s)
+        return find_budget(measure, targets, low_s=low_s, high_s=high_s)
+
+
+def evidence(search: BudgetSearch) -> Iterator[str]:
+    """A table of all replays by budget, medians of each."""
+    names = [target.name for target in search.targets]
+    yield f"targets: {', '.join(map(str, search.targets))}"
+    columns = ("budget_s", "replays", *names, "offline tok/s")
+    yield "  ".join(f"{column:>13}" for column in (*columns, "SLO"))
+    for trial in sorted(search.trials, key=lambda one: one.budget_s):
+        many = trial.measurements
+        values = [statistics.median(one.values_s[name] for one in many) for name in names]
+        tokens = statistics.median(one.offline_tokens_per_s for one in many)
+        cells = [f"{trial.budget_s:.4g}", str(len(many)), *(f"{one:.4g}" for one in values)]
+        verdict = "kept" if trial.is_kept else "broken"
+        yield "  ".join(f"{cell:>13}" for cell in (*cells, f"{tokens:.0f}", verdict))
+
+
+def refusal(search: BudgetSearch, stored: EchoConfig) -> str:
+    """Why there is no budget."""
+    first = search.trials[0]
+    if first.budget_s == 0 and not search.is_kept_alone:
+        return (
+            "the SLO cannot be met even without offline work, see the figures above. "
+            "Promise less, or serve fewer requests"
+        )
+    if first.budget_s == 0:
+        return "the SLO is kept without offline work but not beside any, see the figures above"
+    return (
+        f"the SLO is broken under the stored budget of {stored.steps.budget_s:.4g} s, see the "
+        "figures above. Search again without --check"
+    )
+
+
+def provenance(replayer: Replayer) -> list[str]:
+    """What the replays ran on."""
+    server = replayer.server
+    return [f"server: {server['model']} on {server['device']}, SGLang {server['sglang_version']}"]
+
+
+def write_preset(path: Path, base: EchoConfig, budget_s: float, comments: Sequence[str]) -> None:
+    """Write a copy of a config with the budget in it. Errors: `ConfigError` when it cannot."""
+    from echo_sgl.cli.preset_file import preset_text
+
+    steps = dataclasses.replace(base.steps, limit="budget", budget_s=budget_s)
+    text = preset_text(dataclasses.replace(base, steps=steps), comments)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,123 @@
+"""`batch run` on a server with a batch service: hand the file over, watch, fetch the results."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from rich.console import Console
+
+from echo_sgl.batches.job_file import JobFile, check_job_file
+from echo_sgl.batches.journal import JournalError
+from echo_sgl.cli.batch_client import BatchClient, BatchServiceError
+from echo_sgl.cli.batch_service import download, watch_batch
+from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, summary
+
+if TYPE_CHECKING:
+    from echo_sgl.cli.batch_run import BatchRun
+
+EVERY_S = 1.0
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+# The batch of a run is found again by this, however the run ended.
+RUN_KEY = "echo_sgl_run"
+
+
+def hand_over(plan: BatchRun) -> int | None:
+    """The exit code; None when the lines must be sent from here, as to several servers."""
+    if len(plan.urls) > 1:
+        return None
+    client = BatchClient(plan.urls[0], plan.api_key)
+    try:
+        paths = plan.journal_paths
+        if paths.state.exists() or not client.has_service():
+            return None
+        with Console(stderr=True).status(f"checking {plan.jobs}"):
+            job = check_job_file(plan.jobs)
+        endpoints = {entry.url for entry in job.entries}
+        if job.problems or len(endpoints) != 1:
+            return None
+        return _run(plan, client, job, endpoints.pop())
+    finally:
+        client.close()
+
+
+def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> int:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    name = f"{job.sha256}:{plan.output.absolute()}"
+    run_id = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
+    batch = _find(plan, client, run_id)
+    if batch is None:
+        pairs = {RUN_KEY: run_id}
+        batch = client.submit(plan.jobs, endpoint=endpoint, window="24h", metadata=pairs)
+        console.print(f"echo-sgl: {batch['id']} is submitted; the server works on by itself")
+    else:
+        console.print(f"echo-sgl: going on with {batch['id']}")
+    try:
+        batch = watch_batch(client, batch["id"], EVERY_S)
+    except KeyboardInterrupt:
+        console.print(
+            f"echo-sgl: {batch['id']} goes on; run the same command again to fetch its results, "
+            f"or end it with: echo-sgl batch cancel {batch['id']} --url {client.url}"
+        )
+        return EXIT_INTERRUPTED
+    if batch["status"] == "failed":
+        console.print(summary(batch), markup=False)
+        return EXIT_FAILED
+    paths = plan.journal_paths
+    download(client, batch, paths.output, paths.errors)
+    _sum_up(plan, batch, console)
+    return EXIT_OK if batch["status"] == "completed" else EXIT_FAILED
+
+
+def _find(plan: BatchRun, client: BatchClient, run_id: str) -> dict[str, Any] | None:
+    """The batch that an earlier run of the same command made, going again if it was ended.
+
+    Errors: `JournalError` when there is none, but the output holds something.
+    """
+    if plan.overwrite:
+        return None
+    batch = client.find(RUN_KEY, run_id)
+    if batch is None or batch["status"] == "failed":
+        for path in (plan.journal_paths.output, plan.journal_paths.errors):
+            if path.exists() and path.stat().st_size:
+                raise JournalError(
+                    f"{path} holds data of something else. Choose another --output, or throw its "
+                    "content away with --overwrite"
+                )
+        return None
+    if batch["status"] in ("cancelled", "expired"):
+        with contextlib.suppress(BatchServiceError):
+            return client.act(batch["id"], "retry")
+        return None
+    return batch
+
+
+def _sum_up(plan: BatchRun, batch: dict[str, Any], console: Console) -> None:
+    counts = counts_of(batch)
+    usage = batch.get("usage") or {}
+    paths = plan.journal_paths
+    if plan.as_json:
+        document = {
+            "batch_id": batch["id"],
+            "lines": counts["total"],
+            "ok": counts["completed"],
+            "failed": counts["failed"],
+            "left": counts["total"] - counts["completed"] - counts["failed"],
+            "prompt_tokens": usage.get("input_tokens", 0),
+            "generated_tokens": usage.get("output_tokens", 0),
+            "cached_tokens": (usage.get("input_tokens_details") or {}).get("cached_tokens"),
+            "hit_ratio": cached_share(batch),
+            "output": str(paths.output),
+            "errors": str(paths.errors),
+            "interrupted": False,
+        }
+        sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+    console.print(
+        f"echo-sgl: {counts['completed']} answered, {counts['failed']} failed of "
+        f"{counts['total']} lines; hits {hit_ratio(batch)}"
+    )
+    if counts["failed"]:
+        console.print(f"echo-sgl: the failed lines and their reasons are in {paths.errors}")

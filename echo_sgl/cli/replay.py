@@ -1,0 +1,269 @@
+"""Play a trace of online requests on a live server, with offline work beside it, and time both."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from echo_sgl.batches.lines import LineError, parse_line
+from echo_sgl.cli.connection import open_client
+from echo_sgl.cli.steps import StepsError, fetch_steps
+from echo_sgl.errors import EchoError
+from echo_sgl.estimators.budget import Measurement, Target
+from echo_sgl.sim.trace_files import TraceFileError
+from echo_sgl.sim.workload import Trace
+from echo_sgl.types import OFFLINE_SERVICE_TIER
+
+DRAIN_S = 120.0
+IDLE_TIMEOUT_S = 300.0
+IDLE_POLL_S = 0.5
+OFFLINE_WINDOW = 64
+MAX_JOB_LINES = 50_000
+FIRST_TOKEN_ID = 16
+# Of synthetic offline work: documents that several requests in turn ask about.
+DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, QUESTIONS = 512, 64, 64, 8
+Body = tuple[str, dict[str, Any]]
+"""Where to post, and what."""
+
+
+class ReplayError(EchoError, RuntimeError):
+    """A replay cannot tell how long requests take; the message says why."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Latencies of the online requests, infinite where no answer came; offline tokens done."""
+
+    ttfts_s: list[float] = field(default_factory=list)
+    tpots_s: list[float] = field(default_factory=list)
+    offline_tokens: int = 0
+
+    def measurement(self, targets: Sequence[Target], seconds: float) -> Measurement:
+        """The statistics that targets ask for. Errors: `ReplayError` when one has no values."""
+        values = {"ttft": self.ttfts_s, "tpot": self.tpots_s}
+        for target in targets:
+            if not values[target.metric]:
+                raise ReplayError(
+                    f"{target.name} has no values: no request of the trace generates more than "
+                    "one token. Use a longer part of it (--seconds)"
+                )
+        measured = {one.name: _statistic(values[one.metric], one.statistic) for one in targets}
+        return Measurement(measured, len(self.ttfts_s), self.offline_tokens / seconds)
+
+
+class Replayer:
+    """Replays one trace as often as asked, each time with fresh prompts on an idle server."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        trace: Trace,
+        *,
+        jobs: Path | None,
+        speed: float,
+        rng: random.Random,
+    ) -> None:
+        self._url, self._api_key, self._random = url, api_key, rng
+        replicas = fetch_steps(url, api_key)
+        if len(replicas) != 1:
+            raise StepsError(f"the server has {len(replicas)} replicas; search on one of them")
+        self.server: dict[str, Any] = replicas[0]["server"]
+        columns = trace.at_s, trace.prompt_tokens, trace.output_tokens
+        self._arrivals = [
+            (at_s / speed, *self._cut(prompt_tokens, output_tokens))
+            for at_s, prompt_tokens, output_tokens in zip(*columns, strict=True)
+        ]
+        self._lines = read_job(jobs) if jobs else None
+
+    @property
+    def seconds(self) -> float:
+        """How long requests arrive for."""
+        return max(1.0, self._arrivals[-1][0])
+
+    def measure(self, budget_s: float, targets: Sequence[Target]) -> Measurement:
+        """One replay under a budget; 0 leaves the offline work out."""
+        if budget_s > 0:
+            set_budget(self._url, self._api_key, budget_s)
+        asyncio.run(self._settle())
+        outcome = asyncio.run(self._replay(has_offline=budget_s > 0))
+        return outcome.measurement(targets, self.seconds)
+
+    async def _replay(self, *, has_offline: bool) -> Outcome:
+        outcome = Outcome()
+        async with open_client(self._url, self._api_key, 10_000) as client:
+            offline = self._offline_bodies() if has_offline else iter(())
+            async with _background(
+                self._offline(client, offline, outcome) for _ in range(OFFLINE_WINDOW)
+            ):
+                bodies = [self._online_body(prompt, out) for _, prompt, out in self._arrivals]
+                start_s = time.monotonic()
+                tasks = [
+                    asyncio.create_task(_online(client, body, start_s + at_s, outcome))
+                    for (at_s, _, _), body in zip(self._arrivals, bodies, strict=True)
+                ]
+                await asyncio.wait(
+                    tasks, timeout=self.seconds + DRAIN_S, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in tasks:
+                    task.cancel()
+                for result in await asyncio.gather(*tasks, return_exceptions=True):
+                    if isinstance(result, Exception):
+                        raise ReplayError(f"an online request failed: {result}") from result
+        return outcome
+
+    async def _offline(
+        self, client: httpx.AsyncClient, bodies: Iterator[Body], outcome: Outcome
+    ) -> None:
+        for url, body in bodies:
+            answer = (await client.post(url, json=body)).raise_for_status().json()
+            usage = answer.get("usage") or answer["meta_info"]
+            outcome.offline_tokens += usage["prompt_tokens"] + usage.get("completion_tokens", 0)
+
+    def _offline_bodies(self) -> Iterator[Body]:
+        if self._lines is not None:
+            flex = {"service_tier": OFFLINE_SERVICE_TIER}
+            yield from ((url, body | flex) for url, body in itertools.cycle(self._lines))
+        while True:
+            document = self._tokens(DOCUMENT_TOKENS)
+            for _ in range(QUESTIONS):
+                prompt = document + self._tokens(QUESTION_TOKENS)
+                cut, output = self._cut(len(prompt), ANSWER_TOKENS)
+                tier = {"service_tier": OFFLINE_SERVICE_TIER}
+                yield "/generate", _generate_body(prompt[:cut], output, custom_params=tier)
+
+    def _online_body(self, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+        return _generate_body(self._tokens(prompt_tokens), output_tokens) | {"stream": True}
+
+    def _cut(self, prompt_tokens: int, output_tokens: int) -> tuple[int, int]:
+        """Lengths that the server takes: the trace may come from a larger model."""
+        limit = min(self.server["max_context_tokens"], self.server["max_total_tokens"] // 2) - 1
+        output_tokens = min(output_tokens, limit // 2)
+        return min(prompt_tokens, limit - output_tokens), output_tokens
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(FIRST_TOKEN_ID, self.server["vocab"]) for _ in range(count)]
+
+    async def _settle(self) -> None:
+        """Wait until the server is idle and forget what it cached, so that replays are alike."""
+        deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+        while True:
+            [state] = fetch_steps(self._url, self._api_key)
+            if not state["num_running"] and not state["num_waiting"]:
+                break
+            if time.monotonic() > deadline_s:
+                raise ReplayError(
+                    f"the server is still busy after {IDLE_TIMEOUT_S:.0f} s: "
+                    f"{state['num_running']} requests run and {state['num_waiting']} wait. "
+                    "Search when nobody else uses it"
+                )
+            await asyncio.sleep(IDLE_POLL_S)
+        async with open_client(self._url, self._api_key, 1) as client:
+            (await client.post("/flush_cache")).raise_for_status()
+
+
+def set_budget(url: str, api_key: str | None, budget_s: float) -> None:
+    """Tell the server the time that each of its steps with online work may take.
+
+    Errors: `ReplayError` holds what the server answers.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    reply = httpx.post(
+        f"{url}/echo/budget", json={"budget_s": budget_s}, headers=headers, timeout=60
+    )
+    if reply.status_code != httpx.codes.OK:
+        raise ReplayError(
+            f"{url}/echo/budget answers {reply.status_code}: {reply.text[:300]}. "
+            'Start the server with Echo and steps.limit = "budget"'
+        )
+
+
+def read_job(path: Path) -> list[Body]:
+    """The lines of a job file, for load. Errors: `TraceFileError` names the first bad line."""
+    try:
+        with path.open("rb") as file:
+            raw = list(itertools.islice(file, MAX_JOB_LINES))
+    except OSError as error:
+        raise TraceFileError(f"job file {path} cannot be read: {error.strerror}") from error
+    lines = []
+    for number, content in enumerate(raw, 1):
+        try:
+            line = parse_line(content.rstrip(b"\r\n"))
+        except LineError as error:
+            raise TraceFileError(f"job file {path}, line {number}: {error}") from error
+        lines.append((line.url, dict(line.body)))
+    if not lines:
+        raise TraceFileError(f"job file {path} is empty; leave --jobs out for synthetic lines")
+    return lines
+
+
+async def _online(
+    client: httpx.AsyncClient, body: dict[str, Any], due_s: float, outcome: Outcome
+) -> None:
+    """Send a request when it is due; late sending counts as waiting."""
+    await asyncio.sleep(due_s - time.monotonic())
+    first_s = last_s = ttft_s = tpot_s = math.inf
+    num_tokens = 0
+    try:
+        async with client.stream("POST", "/generate", json=body) as reply:
+            if reply.status_code != httpx.codes.OK:
+                text = (await reply.aread()).decode(errors="replace")
+                raise ReplayError(f"the server answers {reply.status_code}: {text[:300]}")
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    last_s = time.monotonic()
+                    first_s = min(first_s, last_s)
+                    num_tokens = _num_tokens(line)
+        ttft_s = first_s - due_s
+        tpot_s = (last_s - first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+    finally:
+        outcome.ttfts_s.append(ttft_s)
+        if body["sampling_params"]["max_new_tokens"] > 1:
+            outcome.tpots_s.append(tpot_s)
+
+
+def _num_tokens(line: str) -> int:
+    chunk = json.loads(line.removeprefix("data: "))
+    if "error" in chunk:
+        raise ReplayError(f"the server answers {chunk['error']}")
+    return int(chunk["meta_info"]["completion_tokens"])
+
+
+def _generate_body(prompt: list[int], output_tokens: int, **sampling: Any) -> dict[str, Any]:
+    options = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True, **sampling}
+    return {"input_ids": prompt, "sampling_params": options}
+
+
+def _statistic(values_s: Sequence[float], statistic: str) -> float:
+    if statistic == "mean":
+        return math.fsum(values_s) / len(values_s)
+    share = int(statistic.removeprefix("p")) / 100
+    # No interpolation: between a time and infinity there is nothing.
+    return float(np.quantile(values_s, share, method="higher"))
+
+
+@asynccontextmanager
+async def _background(coroutines: Iterable[Any]) -> AsyncIterator[None]:
+    """Tasks that run beside the block and end with it; one that failed before fails it."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        failed = [task.exception() for task in tasks if task.done() and task.exception()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if failed:
+        raise ReplayError(f"an offline request failed: {failed[0]}") from failed[0]
