@@ -8,27 +8,24 @@ writes eval/results/first/ with config.json, raw/, summary.json and summary.md.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 from rich.console import Console
 
 from eval.arms import Arm, pick_arms
-from eval.load import Phase
+from eval.corun_phases import empty_cache, offline_alone, online_alone, together, warm_up
 from eval.machine import device_args, provenance
 from eval.mix import SERVED_MODEL, Mix, build_mix
 from eval.models import SIZES, demo_model
 from eval.options import CorunOptions, parse_options
-from eval.records import Record, write_records
+from eval.records import write_records
 from eval.report import summary_markdown
 from eval.server import Server, ServerStartError, running_server
 from eval.summary import over_repetitions, summarise_repetition
@@ -38,8 +35,6 @@ from eval.workloads.prompts import load_tokenizer
 ROOT = Path(__file__).resolve().parent
 RESULTS_DIR = ROOT / "results"
 LOGS_DIR = ROOT.parent / "build" / "logs"
-IDLE_TIMEOUT_S = 120.0
-WARM_UP_REQUESTS = 4
 
 _console = Console(stderr=True)
 
@@ -100,81 +95,23 @@ def _run_arm(
     log_path = LOGS_DIR / f"corun-{raw_prefix.name}.log"
     args = server_args(options, arm)
     with running_server(model, args, config=arm.config, log_path=log_path) as server:
-        asyncio.run(_warm_up(server, arm, mix))
-        online = _phase("online alone", server, _online_alone(server, arm, mix, options))
-        offline = _phase("offline alone", server, _offline_alone(server, arm, mix, options))
-        together, window_s = _phase("together", server, _together(server, arm, mix, options))
-    phases = {"online-alone": online, "offline-alone": offline, "together": together}
+        asyncio.run(warm_up(server, arm, mix))
+        online = _phase("online alone", server, online_alone(server, arm, mix, options))
+        # As long as it runs together with online, so that both see the same part of the job.
+        limit_s = options.lead_s + options.duration_s
+        work = offline_alone(server, arm, mix, options, limit_s=limit_s)
+        offline = _phase("offline alone", server, work)
+        mixed, window_s = _phase("together", server, together(server, arm, mix, options))
+    phases = {"online-alone": online, "offline-alone": offline, "together": mixed}
     for name, records in phases.items():
         write_records(raw_prefix.with_name(f"{raw_prefix.name}-{name}.jsonl.gz"), records)
-    return summarise_repetition(online, offline, together, window_s)
+    return summarise_repetition(online, offline, mixed, window_s)
 
 
 def _phase(name: str, server: Server, work: Any) -> Any:
     _console.log(f"  {name}")
     empty_cache(server)
     return asyncio.run(work)
-
-
-def empty_cache(server: Server) -> None:
-    """Wait until the server is idle and flush its cache: it refuses while requests are there."""
-    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-    while True:
-        answer = httpx.post(f"{server.url}/flush_cache", timeout=IDLE_TIMEOUT_S)
-        if answer.status_code == httpx.codes.OK:
-            return
-        if time.monotonic() > deadline_s:
-            raise ServerStartError(
-                f"the server was not idle after {IDLE_TIMEOUT_S:.0f} s: {answer.text.strip()}"
-            )
-        time.sleep(0.2)
-
-
-async def _warm_up(server: Server, arm: Arm, mix: Mix) -> None:
-    """The first requests pay for imports and thread pools; no phase shall."""
-    phase = Phase(server.url)
-    first = [request for _, request in mix.schedule(arm)[:WARM_UP_REQUESTS]]
-    first += mix.lines(arm, stream=False)[:WARM_UP_REQUESTS]
-    await phase.closed_loop(first, window=len(first), limit_s=IDLE_TIMEOUT_S)
-
-
-async def _online_alone(server: Server, arm: Arm, mix: Mix, options: CorunOptions) -> list[Record]:
-    phase = Phase(server.url)
-    limit_s = options.duration_s + options.drain_s
-    await phase.open_loop(mix.schedule(arm), limit_s=limit_s)
-    return phase.records
-
-
-async def _offline_alone(server: Server, arm: Arm, mix: Mix, options: CorunOptions) -> list[Record]:
-    """As long as it runs together with online, so that both see the same part of the job."""
-    phase = Phase(server.url)
-    lines = mix.lines(arm, stream=options.stream_offline)
-    limit_s = options.lead_s + options.duration_s
-    await phase.closed_loop(lines, window=_window(options, lines), limit_s=limit_s)
-    return phase.records
-
-
-async def _together(
-    server: Server, arm: Arm, mix: Mix, options: CorunOptions
-) -> tuple[list[Record], tuple[float, float]]:
-    """Offline first, then online joins; offline stays until the last online answer."""
-    phase = Phase(server.url)
-    lines, schedule = mix.lines(arm, stream=options.stream_offline), mix.schedule(arm)
-    limit_s = options.duration_s + options.drain_s
-    offline = asyncio.create_task(
-        phase.closed_loop(lines, window=_window(options, lines), limit_s=options.lead_s + limit_s)
-    )
-    await asyncio.sleep(options.lead_s)
-    start_s = phase.now_s()
-    await phase.open_loop(schedule, limit_s=limit_s)
-    offline.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await offline
-    return phase.records, (start_s, start_s + options.duration_s)
-
-
-def _window(options: CorunOptions, lines: list[Any]) -> int:
-    return min(options.window, len(lines))
 
 
 def _config(options: CorunOptions, mix: Mix, command: str) -> dict[str, Any]:

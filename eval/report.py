@@ -71,10 +71,10 @@ def _online(arms: Mapping[str, Tree]) -> list[str]:
             mixed = tree["online_together"][latency][point]
             ratio = tree["inflation"][f"{latency}_{point}"]
             label = f"{LATENCY_NAMES[latency]} {point}"
-            rows.append([name, label, _ms(alone), _ms(mixed), _times(ratio)])
+            rows.append([name, label, ms(alone), ms(mixed), times(ratio)])
         waits = [tree[phase]["ttft_ms"]["max"] for phase in ("online_alone", "online_together")]
-        rows.append([name, "longest wait", *map(_ms, waits), ""])
-    return _table(["arm", "", "alone ms", "together ms", "inflation"], rows)
+        rows.append([name, "longest wait", *map(ms, waits), ""])
+    return table(["arm", "", "alone ms", "together ms", "inflation"], rows)
 
 
 def _offline(arms: Mapping[str, Tree]) -> list[str]:
@@ -86,24 +86,24 @@ def _offline(arms: Mapping[str, Tree]) -> list[str]:
         rows.append(
             [
                 name,
-                _spread(tree["ceiling_tokens_per_s"], "{:.0f}"),
-                _spread(harvest, "{:.0f}"),
-                _spread(tree["harvest_of_ceiling"], "{:.1%}"),
+                spread(tree["ceiling_tokens_per_s"], "{:.0f}"),
+                spread(harvest, "{:.0f}"),
+                spread(tree["harvest_of_ceiling"], "{:.1%}"),
                 "-" if ratio is None else f"{ratio:.2f}x",
                 "yes" if tree["job_ran_dry"]["max"] else "no",
             ]
         )
     columns = ["arm", "alone tok/s (ceiling)", "together tok/s (harvest)", "of own ceiling"]
-    return _table([*columns, f"vs {base_name}", "job ran dry"], rows)
+    return table([*columns, f"vs {base_name}", "job ran dry"], rows)
 
 
 def _hits(arms: Mapping[str, Tree]) -> list[str]:
     phases = ("online_alone", "online_together", "offline_alone", "offline_together")
     rows = [
-        [name, *(_spread(tree[phase]["hit_ratio"], "{:.1%}") for phase in phases)]
+        [name, *(spread(tree[phase]["hit_ratio"], "{:.1%}") for phase in phases)]
         for name, tree in arms.items()
     ]
-    return _table(["arm", *(phase.replace("_", " ") for phase in phases)], rows)
+    return table(["arm", *(phase.replace("_", " ") for phase in phases)], rows)
 
 
 def _faults(arms: Mapping[str, Tree]) -> list[str]:
@@ -112,10 +112,10 @@ def _faults(arms: Mapping[str, Tree]) -> list[str]:
         for phase in ("online_alone", "online_together", "offline_alone", "offline_together"):
             stats = tree[phase]
             counts = ("requests", "ok", "error", "cancelled", "late")
-            shown = (_spread(stats[count], "{:.0f}") for count in counts)
+            shown = (spread(stats[count], "{:.0f}") for count in counts)
             rows.append([name, phase.replace("_", " "), *shown])
     head = ["arm", "phase", "requests", "answered", "errors", "given up", "sent late"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _legend() -> list[str]:
@@ -134,21 +134,23 @@ def _legend() -> list[str]:
     ]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def _spread(value: Tree, form: str) -> str:
+def spread(value: Tree, form: str) -> str:
+    """Median [min-max]; the median alone where all are equal, "-" where a run lacks it."""
     if value["median"] is None:
         return "-"
     median, low, high = (form.format(value[key]) for key in ("median", "min", "max"))
     return median if low == high else f"{median} [{low}-{high}]"
 
 
-def _ms(value: Tree) -> str:
-    return _spread(value, "{:.1f}")
+def ms(value: Tree) -> str:
+    return spread(value, "{:.1f}")
 
 
-def _times(value: Tree) -> str:
-    return _spread(value, "{:.2f}x")
+def times(value: Tree) -> str:
+    return spread(value, "{:.2f}x")

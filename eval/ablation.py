@@ -1,0 +1,256 @@
+"""Compare schedulers under promises: stock servers, Echo's stages, and other systems' policies.
+
+    python -m eval.ablation --workload azure-qmsum --arms stock,stock-priority,echo
+    python -m eval.ablation --workload bursts-loogle --name long --resume
+
+The stock server's saturation is measured first and gives the online rate. In each repetition
+the stock server's latencies alone give the promises, which each arm's config then names.
+Writes eval/results/ablation-NAME/ with config.json, configs/, raw/, summary.json and
+summary.md after every arm, so that an interrupted run keeps what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from eval.ablation_arms import with_promises
+from eval.ablation_figures import ceiling_figures, reference_figures, run_figures, summarise
+from eval.ablation_load import build_mix, calibration_requests, calibration_window, in_flight
+from eval.ablation_options import AblationOptions, parse_options
+from eval.ablation_phases import ArmRun, run_arm, run_reference
+from eval.ablation_report import summary_markdown
+from eval.ablation_store import Store
+from eval.arms import ARMS, Arm
+from eval.cache_arms import with_config_file
+from eval.corun import LOGS_DIR, RESULTS_DIR
+from eval.corun_phases import empty_cache
+from eval.deadlines import deadlines_of
+from eval.machine import device_args, on_cpu, provenance
+from eval.mix import SERVED_MODEL, Mix
+from eval.models import SIZES, demo_model
+from eval.records import write_records
+from eval.saturation import saturate, saturation_rps
+from eval.server import Server, ServerStartError, running_server
+from eval.slo import Slo, derive_slo, parse_factors
+from eval.workloads import WorkloadError
+from eval.workloads.prompts import load_tokenizer
+
+Tree = dict[str, Any]
+
+STOCK = ARMS["stock"]
+CPU_SLO_FACTORS, GPU_SLO_FACTORS = (1.5, 1.5), (1.2, 1.1)
+
+_console = Console(stderr=True)
+
+
+def main(argv: list[str]) -> None:
+    """Run the ablation; ends with code 1 for wrong input and when an arm could not be measured."""
+    options = parse_options(argv, prog="python -m eval.ablation")
+    run_and_print(options, f"python -m eval.ablation {shlex.join(argv)}".strip())
+
+
+def run_and_print(options: AblationOptions, command: str) -> None:
+    """Measure and print; what went wrong is the end of the process, with code 1."""
+    try:
+        ablation = Ablation(options, command)
+        ablation.run()
+    except (WorkloadError, ServerStartError, httpx.HTTPError) as error:
+        sys.exit(f"error: {error}")
+    print((ablation.store.folder / "summary.md").read_text(encoding="utf-8"))
+    if ablation.failures:
+        sys.exit("error: not measured (try again with --resume): " + "; ".join(ablation.failures))
+
+
+def server_args(options: AblationOptions, arm: Arm) -> tuple[str, ...]:
+    """Arguments of one arm's server; options of 0 are left to the server."""
+    limits = {
+        "--max-total-tokens": options.pool_tokens,
+        "--max-running-requests": options.max_running_requests,
+        "--chunked-prefill-size": options.chunked_prefill_size,
+    }
+    args = ["--served-model-name", SERVED_MODEL, "--enable-cache-report", "--enable-metrics"]
+    args += ["--random-seed", str(options.seed)]
+    for flag, value in limits.items():
+        args += [flag, str(value)] if value else []
+    return (*device_args(), *args, *shlex.split(options.server_args), *arm.args)
+
+
+class Ablation:
+    """One run: what was measured lies in `store`, and is not measured again."""
+
+    def __init__(
+        self,
+        options: AblationOptions,
+        command: str,
+        *,
+        results_dir: Path = RESULTS_DIR,
+        folder_name: str = "",
+    ) -> None:
+        self.options = options
+        self.store = Store(results_dir / (folder_name or options.folder_name), options)
+        self.failures: list[str] = []
+        self._command = command
+        self._arms = options.picked_arms()
+        self._model = options.model
+        if options.model in SIZES:
+            self._model = str(demo_model(options.model))
+        self._tokenizer = load_tokenizer(self._model)
+        default = CPU_SLO_FACTORS if on_cpu() else GPU_SLO_FACTORS
+        self._factors = parse_factors(options.slo_factor) if options.slo_factor else default
+
+    def run(self) -> None:
+        """Measure what the store does not hold; an arm that fails is noted and passed over."""
+        _console.log(f"about {self.options.estimate_s() / 60:.0f} minutes at most")
+        for repetition in range(1, self.options.repetitions + 1):
+            slo, reference = self._reference(repetition)
+            for name in in_order(list(self._arms), repetition):
+                if self.store.has(name, repetition):
+                    continue
+                _console.log(f"repetition {repetition} of {self.options.repetitions}, {name}")
+                try:
+                    self._measure(name, repetition, slo, reference)
+                except (ServerStartError, httpx.HTTPError) as error:
+                    self.failures.append(f"{name} {repetition}: {str(error)[:200]}")
+                    _console.log(f"  {error}", markup=False)
+                self._write_summary()
+        self._write_summary()
+
+    @functools.cached_property
+    def mix(self) -> Mix:
+        """Both loads at the measured rate."""
+        mix = build_mix(self.options, self._tokenizer, self.store.read("calibration")["rps"])
+        # The prompts live as long as the run: a collector that walks them would delay sending.
+        gc.collect()
+        gc.freeze()
+        return mix
+
+    def _reference(self, repetition: int) -> tuple[Slo, Tree]:
+        """What is promised in this repetition, and the stock server's own figures alone."""
+        if not self.store.has("reference", repetition):
+            _console.log(f"repetition {repetition}: the stock server alone")
+            with self._server(STOCK, "reference", repetition) as server:
+                if not self.store.has("calibration"):
+                    self._calibrate(server)
+                records = run_reference(server, STOCK, self.mix, self.options)
+            slo = derive_slo(records, self._factors)
+            write_records(self.store.raw_path("reference-online-alone", repetition), records)
+            measured = {"slo": dataclasses.asdict(slo), **reference_figures(records, slo)}
+            self.store.write(measured, "reference", repetition)
+        reference = self.store.read("reference", repetition)
+        return Slo(**reference["slo"]), reference
+
+    def _calibrate(self, server: Server) -> None:
+        requests = calibration_requests(self.options, self._tokenizer)
+        window = calibration_window(self.options)
+        empty_cache(server)
+        limit_s = self.options.calibrate_s
+        records = asyncio.run(saturate(server, requests, window=window, limit_s=limit_s))
+        rps = saturation_rps(records)
+        _console.log(f"  saturates at {rps:.2f} online requests/s")
+        self.store.write({"rps": rps, "window": window}, "calibration")
+
+    def _measure(self, name: str, repetition: int, slo: Slo, reference: Tree) -> None:
+        """One server start of one arm; its records and figures go to the store."""
+        started_s = time.monotonic()
+        path = self.store.folder / "configs" / f"{name}-{repetition}.toml"
+        arm = with_config_file(with_promises(self._arms[name], slo, self.options.changes), path)
+        ceiling = self._known_ceiling(name)
+        options = in_flight(self.options, self.mix)
+        with self._server(arm, name, repetition) as server:
+            _console.log(f"  ready after {time.monotonic() - started_s:.0f} s")
+            run = self._run_arm(server, arm, options, (name, repetition), has_ceiling=not ceiling)
+        phases = {"online-alone": run.online, "offline-alone": run.ceiling, "together": run.mixed}
+        for phase, records in phases.items():
+            if records:
+                write_records(self.store.raw_path(f"{name}-{phase}", repetition), records)
+        figures = run_figures(
+            run,
+            slo,
+            ceiling=ceiling or ceiling_figures(run.ceiling),
+            reference=reference,
+            deadlines=deadlines_of(self.mix.job),
+        )
+        self.store.write({"figures": figures, "counters": run.counters}, name, repetition)
+        _console.log(f"  done after {time.monotonic() - started_s:.0f} s")
+
+    def _run_arm(
+        self,
+        server: Server,
+        arm: Arm,
+        options: AblationOptions,
+        key: tuple[str, int],
+        *,
+        has_ceiling: bool,
+    ) -> ArmRun:
+        """The phases on one server; `key`: name and repetition, for who keeps more of it."""
+        return run_arm(server, arm, self.mix, options, has_ceiling=has_ceiling)
+
+    def _known_ceiling(self, name: str) -> Tree | None:
+        """The ceiling of an earlier repetition, if one is enough."""
+        if not self.options.ceilings_once:
+            return None
+        runs = self.store.runs([name])[name].values()
+        return next((tree["ceiling"] for tree in runs), None)
+
+    @contextmanager
+    def _server(self, arm: Arm, name: str, repetition: int) -> Iterator[Server]:
+        log_path = LOGS_DIR / f"{self.store.folder.name}-{name}-{repetition}.log"
+        args = server_args(self.options, arm)
+        with running_server(self._model, args, config=arm.config, log_path=log_path) as server:
+            yield server
+
+    def _write_summary(self) -> None:
+        """The tables of all that was measured so far."""
+        runs = self.store.runs(list(self._arms))
+        summary, config = summarise(runs), self._config()
+        self.store.write_json("config.json", config)
+        trees = {name: list(mine.values()) for name, mine in runs.items()}
+        self.store.write_json("summary.json", {"arms": summary, "repetitions": trees})
+        text = summary_markdown(config, summary)
+        (self.store.folder / "summary.md").write_text(text, encoding="utf-8")
+
+    def _config(self) -> Tree:
+        """All that is needed to run it again, and the load's size as it was sent."""
+        arrivals = self.mix.arrivals
+        numbers = range(1, self.options.repetitions + 1)
+        done = [number for number in numbers if self.store.has("reference", number)]
+        return {
+            "name": self.options.name or self.options.workload,
+            "command": self._command,
+            **provenance(),
+            "options": dataclasses.asdict(self.options),
+            "arms": {name: dataclasses.asdict(arm) for name, arm in self._arms.items()},
+            "server_args": {name: server_args(self.options, a) for name, a in self._arms.items()},
+            "saturation_rps": self.store.read("calibration")["rps"],
+            "slo_factors": self._factors,
+            "slos": [self.store.read("reference", number)["slo"] for number in done],
+            "online": {
+                "requests": len(arrivals),
+                "prompt_tokens": sum(one.prompt_tokens for one in arrivals),
+                "output_tokens": sum(one.output_tokens for one in arrivals),
+            },
+            "offline": {"lines": len(self.mix.job)},
+            "failures": self.failures,
+        }
+
+
+def in_order(names: list[str], repetition: int) -> list[str]:
+    """The arms of a repetition (from 1): every second one in reverse, so that drift cancels."""
+    return names if repetition % 2 else names[::-1]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

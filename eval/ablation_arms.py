@@ -1,0 +1,45 @@
+"""The arms of the ablation: stock servers, and one arm for each preset with the run's promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from typing import Any
+
+from echo_sgl.config import resolve_config_path
+from echo_sgl.types import OFFLINE_SERVICE_TIER
+from eval.arms import ARMS, Arm
+from eval.cache_arms import Sections, with_settings
+from eval.slo import Slo
+
+PRESETS = ("bs", "bs-e", "bs-e-s", "echo", "hygen", "bros", "ooco")
+ERRORS = (-0.10, -0.05, 0.0, 0.05, 0.10)
+BASE_ARM = "stock-priority"
+
+
+def preset_arm(name: str, **changes: dict[str, Any]) -> Arm:
+    """The packaged preset as settings that can be changed and written to a file."""
+    sections = tomllib.loads(resolve_config_path(f"{name}.toml").read_text(encoding="utf-8"))
+    arm = Arm(settings=sections, offline_fields={"service_tier": OFFLINE_SERVICE_TIER})
+    return with_settings(arm, changes)
+
+
+def error_arm_name(error: float) -> str:
+    return f"error{error:+.0%}".replace("%", "")
+
+
+ABLATION_ARMS: dict[str, Arm] = {
+    "stock": ARMS["stock"],
+    BASE_ARM: ARMS[BASE_ARM],
+    **{name: preset_arm(name) for name in PRESETS},
+    **{error_arm_name(error): preset_arm("echo", estimator={"error": error}) for error in ERRORS},
+}
+
+
+def with_promises(arm: Arm, slo: Slo, changes: Sections) -> Arm:
+    """The arm told what its online users are promised; stock arms have nobody to tell.
+
+    Errors: `ConfigError` for changes that the config does not allow.
+    """
+    promises = {"slo": dataclasses.asdict(slo)}
+    return with_settings(with_settings(arm, changes), promises)

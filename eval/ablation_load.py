@@ -1,0 +1,181 @@
+"""What the ablation sends: each workload's online requests at a measured rate, and its job."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, islice
+
+from echo_sgl.types import Task
+from eval.ablation_options import WORKLOADS, AblationOptions
+from eval.deadlines import with_deadline
+from eval.load import Request, make_request
+from eval.mix import SERVED_MODEL, Mix, online_body
+from eval.workloads import WorkloadError, find_data
+from eval.workloads.jobs import (
+    COMPLETIONS_URL,
+    BatchLine,
+    batch_line,
+    limit_answers,
+    shuffled,
+    text_set_files,
+    text_set_lines,
+)
+from eval.workloads.patterns import (
+    arrivals_until,
+    burst_segments,
+    lognormal_lengths,
+    phase_segments,
+)
+from eval.workloads.prompts import SyntheticText, Tokenizer
+from eval.workloads.traces import (
+    Arrival,
+    read_trace,
+    scale_lengths,
+    slice_trace,
+    time_scale_for_rate,
+)
+
+LLM_D = "llm-d"
+# The published run: 512 tokens in, 128 out.
+LLM_D_PROMPT_TOKENS, LLM_D_ANSWER_TOKENS, LLM_D_SIGMA = 512, 128, 0.8
+# Three jobs: share of the lines, and completion window as a share of the time they run. What
+# online leaves is enough for the first two by a wide margin if they go first, not if all mix.
+LLM_D_JOBS = ((0.15, 0.6), (0.15, 1.0), (0.70, 10.0))
+# Own texts for each use: no two uses share an index.
+CALIBRATION_INDEX, JOB_INDEX = 1_000_000, 2_000_000
+
+Lengths = tuple[int, int]  # prompt tokens, answer tokens
+
+
+def calibration_requests(options: AblationOptions, tokenizer: Tokenizer) -> list[Request]:
+    """Online requests of the workload's lengths, to find out how many a second the server takes."""
+    texts = SyntheticText(tokenizer, options.seed)
+    bodies = (
+        online_body(texts.text(CALIBRATION_INDEX + index, prompt), answer)
+        for index, (prompt, answer) in enumerate(
+            islice(_lengths(options), options.calibration_requests)
+        )
+    )
+    return [
+        make_request(f"calibration-{index}", Task.ONLINE, COMPLETIONS_URL, body)
+        for index, body in enumerate(bodies)
+    ]
+
+
+def calibration_window(options: AblationOptions) -> int:
+    return options.calibration_window or 2 * options.max_running_requests or 256
+
+
+def build_mix(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: float) -> Mix:
+    """Both loads; online requests come at `online_load` times the saturation on average.
+
+    Errors: `WorkloadError` for bad files, and when a request cannot fit into the KV pool.
+    """
+    arrivals = _arrivals(options, options.online_load * saturation_rps)
+    longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
+    if options.pool_tokens and longest >= options.pool_tokens:
+        raise WorkloadError(
+            f"an online request needs {longest} tokens of a pool of {options.pool_tokens}; "
+            "lower --length-scale or --max-prompt-tokens, or raise --pool-tokens"
+        )
+    texts = SyntheticText(tokenizer, options.seed)
+    bodies = [
+        online_body(texts.text(index, one.prompt_tokens), one.output_tokens)
+        for index, one in enumerate(arrivals)
+    ]
+    return Mix(arrivals, bodies, _job(options, tokenizer, saturation_rps))
+
+
+def _arrivals(options: AblationOptions, rate_rps: float) -> list[Arrival]:
+    duration_s, start_s = options.duration_s, options.trace_start_s
+    if options.workload == "azure-qmsum":
+        trace = read_trace(find_data(options.trace))
+        scale = time_scale_for_rate(
+            trace, start_s=start_s, duration_s=duration_s, rate_rps=rate_rps
+        )
+        cut = slice_trace(trace, start_s=start_s, duration_s=duration_s, time_scale=scale)
+        return _scaled(options, cut)
+    if options.workload == LLM_D:
+        segments = phase_segments(rate_rps, ratio=options.phase_ratio, phase_s=options.phase_s)
+    else:
+        segments = burst_segments(
+            rate_rps,
+            factor=options.burst_factor,
+            burst_s=options.burst_s,
+            every_s=options.burst_every_s,
+        )
+    times_s = arrivals_until(segments, duration_s=duration_s, seed=options.seed)
+    return [Arrival(at_s, *one) for at_s, one in zip(times_s, _lengths(options), strict=False)]
+
+
+def _lengths(options: AblationOptions) -> Iterator[Lengths]:
+    """The lengths of the workload's online requests, without end."""
+    if options.workload == LLM_D:
+        return _llm_d_lengths(options, options.seed)
+    trace = _scaled(options, read_trace(find_data(options.trace)))
+    return cycle((one.prompt_tokens, one.output_tokens) for one in trace)
+
+
+def _scaled(options: AblationOptions, arrivals: list[Arrival]) -> list[Arrival]:
+    return scale_lengths(
+        arrivals, options.length_scale, max_prompt_tokens=options.max_prompt_tokens
+    )
+
+
+def _llm_d_lengths(options: AblationOptions, seed: int) -> Iterator[Lengths]:
+    prompt = max(1, round(LLM_D_PROMPT_TOKENS * options.length_scale))
+    answer = max(2, round(LLM_D_ANSWER_TOKENS * options.length_scale))
+    if options.answer_lengths == "equal":
+        return cycle([(prompt, answer)])
+    drawn = lognormal_lengths(
+        answer, sigma=LLM_D_SIGMA, count=options.job_lines, max_tokens=8 * answer, seed=seed
+    )
+    return cycle((prompt, tokens) for tokens in drawn)
+
+
+def _job(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: float) -> list[BatchLine]:
+    workload = WORKLOADS[options.workload]
+    if workload.text_set:
+        lines = text_set_lines(
+            text_set_files(workload.text_set),
+            tokenizer,
+            model=SERVED_MODEL,
+            document_tokens=options.document_tokens,
+            document_parts=options.document_parts or workload.document_parts,
+        )
+        lines = shuffled(lines, options.seed)
+    else:
+        lines = _llm_d_jobs(options, tokenizer, saturation_rps)
+    return limit_answers(lines, options.max_answer_tokens)
+
+
+def _llm_d_jobs(
+    options: AblationOptions, tokenizer: Tokenizer, saturation_rps: float
+) -> list[BatchLine]:
+    """Three jobs that came at once, their lines mixed; together more than the server can do."""
+    run_s = options.lead_s + options.duration_s
+    longest_s = run_s + options.drain_s
+    num_lines = min(options.job_lines, math.ceil(saturation_rps * longest_s))
+    texts = SyntheticText(tokenizer, options.seed)
+    lengths = islice(_llm_d_lengths(options, options.seed + 1), num_lines)
+    jobs = random.Random(options.seed).choices(
+        range(len(LLM_D_JOBS)), weights=[share for share, _ in LLM_D_JOBS], k=num_lines
+    )
+    return [
+        with_deadline(
+            batch_line(
+                f"job-{job}/{index}",
+                dict(online_body(texts.text(JOB_INDEX + index, prompt), answer)),
+            ),
+            LLM_D_JOBS[job][1] * run_s,
+        )
+        for index, (job, (prompt, answer)) in enumerate(zip(jobs, lengths, strict=True))
+    ]
+
+
+def in_flight(options: AblationOptions, mix: Mix) -> AblationOptions:
+    """llm-d's windows count from the start of the run, so its jobs are sent at once."""
+    return replace(options, window=len(mix.job)) if options.workload == LLM_D else options

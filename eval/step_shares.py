@@ -1,0 +1,69 @@
+"""Where a server's time goes while both classes run: its steps by what was in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from eval.server import Server
+
+Row = dict[str, Any]
+
+KINDS = {
+    "online_prefill": "online prefill",
+    "offline_prefill": "offline prefill",
+    "online_decode": "online decode, no offline in it",
+    "shared_decode": "decode of both",
+    "offline_decode": "offline decode",
+    "between": "between steps",
+}
+
+
+def step_rows(server: Server, seconds: float) -> list[Row]:
+    """The steps of the last seconds from `GET /echo/trace`; none of a server without Echo."""
+    answer = httpx.get(f"{server.url}/echo/trace", params={"seconds": seconds}, timeout=60)
+    if answer.status_code == 404:
+        return []
+    replicas = answer.raise_for_status().json()["replicas"]
+    return [dict(zip(one["columns"], row, strict=True)) for one in replicas for row in one["rows"]]
+
+
+def step_shares(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Shares of the time from the first step's start to the last one's, which add up to 1.
+
+    `between` is what passes on the host between two steps, waiting for requests included.
+    Beside them: `planning`, Echo's own part of the time between steps, `prefill_tokens` in a
+    mean prefill step with offline work, and `offline_decodes` in a mean decode of both.
+    The same keys for a server that tells nothing, all None.
+    """
+    timed = [row for row in rows if row["time_s"] is not None]
+    if len(timed) < 2:
+        return dict.fromkeys([*KINDS, "planning", "prefill_tokens", "offline_decodes"])
+    whole_s = timed[-1]["start_s"] - timed[0]["start_s"]
+    spent_s = dict.fromkeys(KINDS, 0.0)
+    for row, after in pairwise(timed):
+        # Under overlap a step is planned while the one before still runs.
+        iteration_s = after["start_s"] - row["start_s"]
+        ran_s = min(row["time_s"], iteration_s)
+        spent_s[kind_of(row)] += ran_s
+        spent_s["between"] += iteration_s - ran_s
+    prefills = [row["prefill_tokens"] for row in timed if kind_of(row) == "offline_prefill"]
+    shared = [row["num_offline"] for row in timed if kind_of(row) == "shared_decode"]
+    return {
+        **{kind: one_s / whole_s for kind, one_s in spent_s.items()},
+        "planning": sum(row["own_s"] or 0.0 for row in timed[:-1]) / whole_s,
+        "prefill_tokens": sum(prefills) / len(prefills) if prefills else None,
+        "offline_decodes": sum(shared) / len(shared) if shared else None,
+    }
+
+
+def kind_of(row: Row) -> str:
+    """What a step was for; one that prefills both classes counts as offline."""
+    if row["num_prefills"]:
+        return "offline_prefill" if row["num_offline"] else "online_prefill"
+    if not row["num_offline"]:
+        return "online_decode"
+    return "offline_decode" if row["num_offline"] == row["num_decodes"] else "shared_decode"
