@@ -16,7 +16,15 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-BENCHES = ("bench_cpu", "bench_pool", "bench_tree", "bench_estimators")
+BENCHES = (
+    "bench_cpu",
+    "bench_pool",
+    "bench_tree",
+    "bench_estimators",
+    "bench_steps",
+    "bench_batches",
+    "bench_sim",
+)
 RESULT_FILE = Path(__file__).resolve().parent.parent / "build" / "bench.json"
 ROW_KEYS = ("name", "ours", "stock", "ratio", "unit", "n", "machine")
 

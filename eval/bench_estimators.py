@@ -1,7 +1,8 @@
 """What the batch-time estimators cost: a prediction, one request more, a fit, a band.
 
 Stock SGLang has no such estimator, so there is nothing to compare with. Targets: 10 us a
-prediction, 2 us to add a request and take it back, 100 ms for a fit of 80,000 steps.
+prediction, 2 us to add a request and take it back, 100 ms for a fit of 80,000 steps, 30 us
+to learn a step and 5 ms for a refit, since a server refits between two steps.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from echo_sgl.batch_shape import BatchShape, FloatArray, rows_of
+from echo_sgl.batch_shape import BatchRow, BatchShape, FloatArray, rows_of
 from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS, create_batch_time, longest_prefill
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.conformal import ConformalBand
+from echo_sgl.estimators.live import LiveBatchTime
+from echo_sgl.estimators.refit import RefitBuffer, refitted
 from echo_sgl.estimators.roofline_time import Transformer
 from eval.machine import machine
 
@@ -48,9 +51,32 @@ def run() -> list[dict[str, Any]]:
         fit_ms = [_call_us(fit, 1) / 1e3 for _ in range(REPEATS)]
         results.append(_row(f"fit of {NUM_SAMPLES:,} steps, {name}", fit_ms, "ms"))
         results.append(_timed(f"predict, {name}", partial(model.predict_s, shape)))
+        results += _live(model, shape, rows, times_s)
     results.append(_timed("add a decode and take it back", _extender(shape)))
     results.append(_timed("add a prefill and take it back", _prefill_extender(shape)))
     return results + _around(model, shape)
+
+
+def _live(
+    model: BatchTimeModel, shape: BatchShape, rows: FloatArray, times_s: FloatArray
+) -> list[dict[str, Any]]:
+    """What a scheduler asks of it, and what it waits for when the model is fitted again."""
+    live = LiveBatchTime(model, refit_steps=0)
+    buffer = RefitBuffer(capacity_per_kind=live.CAPACITY_PER_KIND, rng=random.Random(0))
+    few = zip(rows[: 4 * live.CAPACITY_PER_KIND].tolist(), times_s.tolist(), strict=False)
+    for values, time_s in few:
+        step = BatchRow(*map(int, values))
+        live.observe(step, time_s, 0.0)
+        buffer.add(step, time_s)
+    refit = partial(refitted, live.model, buffer)
+    refit_ms = [_call_us(refit, 1) / 1e3 for _ in range(REPEATS)]
+    time_s = model.predict_s(shape)
+    return [
+        _row(f"refit, {model.NAME}", refit_ms, "ms"),
+        _timed(f"live: predict, {model.NAME}", partial(live.predict_s, shape)),
+        _timed(f"live: upper bound, {model.NAME}", partial(live.upper_s, shape)),
+        _timed(f"live: learn a step, {model.NAME}", lambda: live.observe(shape, time_s, 0.0)),
+    ]
 
 
 def _around(model: BatchTimeModel, shape: BatchShape) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ the same machine; medians.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import random
 import resource
 import statistics
@@ -36,17 +37,17 @@ Timings = dict[str, dict[str, list[float]]]
 def run() -> list[dict[str, Any]]:
     """Rows for `make bench`: each operation at each tree size, against both stock cores."""
     _prepare_sglang()
-    rows = []
+    rows = [_memory_row(num_leaves) for num_leaves in LEAVES]
     for num_leaves in LEAVES:
         trees = [_Tree(name, num_leaves) for name in ("echo", "rust", "python")]
+        pool = _attach_pool(trees[0])
         timings: Timings = defaultdict(lambda: defaultdict(list))
         for repeat in range(REPEATS):
             for tree in trees:
                 if tree.name != "python" or num_leaves < max(LEAVES) or repeat < SLOW_REPEATS:
                     tree.measure(repeat, timings)
         rows += _rows(timings, num_leaves)
-        rows.append(_reorder_row(trees[0], num_leaves))
-        rows.append(_memory_row(trees, num_leaves))
+        rows.append(_reorder_row(trees[0], pool, num_leaves))
     return rows
 
 
@@ -62,7 +63,6 @@ class _Tree:
         for number in range(num_leaves):
             self.insert(self.question(number))
         self.bytes_per_leaf = (_resident_bytes() - before_bytes) / num_leaves
-        self.pool: Any = _attach_pool(self) if name == "echo" else None
 
     def tokens(self, count: int) -> array[int]:
         return array("q", (self.random.randrange(32_000) for _ in range(count)))
@@ -147,14 +147,14 @@ def _request(number: int, prompt: array[int]) -> Any:
     )
 
 
-def _reorder_row(tree: _Tree, num_leaves: int) -> dict[str, Any]:
+def _reorder_row(tree: _Tree, pool: Any, num_leaves: int) -> dict[str, Any]:
     """Every pending request leaves and comes back, and each leaf it waited for moves."""
-    pending = list(tree.pool)
+    pending = list(pool)
 
     def reorder() -> None:
         for req in pending:
-            tree.pool.remove(req.rid)
-            tree.pool.add(req, entry_s=0.0, resumed=False)
+            pool.remove(req.rid)
+            pool.add(req, entry_s=0.0, resumed=False)
         tree.core.settle_all()
 
     times_us = [_call_us(reorder) / len(pending) for _ in range(3)]
@@ -162,9 +162,16 @@ def _reorder_row(tree: _Tree, num_leaves: int) -> dict[str, Any]:
     return _row(name, statistics.median(times_us), None, "us", len(times_us))
 
 
-def _memory_row(trees: Sequence[_Tree], num_leaves: int) -> dict[str, Any]:
-    ours, rust = trees[0].bytes_per_leaf, trees[1].bytes_per_leaf
+def _memory_row(num_leaves: int) -> dict[str, Any]:
+    """Before any tree is built here: in memory that another freed, a tree would look small."""
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as fresh:
+        ours, rust = (fresh.apply(_bytes_per_leaf, (name, num_leaves)) for name in ("echo", "rust"))
     return _row(f"memory per leaf, {num_leaves:,} leaves", ours, rust, "bytes", 1)
+
+
+def _bytes_per_leaf(name: str, num_leaves: int) -> float:
+    _Tree(name, num_leaves=1)  # what the first tree loads is not the tree's
+    return _Tree(name, num_leaves).bytes_per_leaf
 
 
 def _rows(timings: Timings, num_leaves: int) -> list[dict[str, Any]]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from eval.arms import Arm, pick_arms
 from eval.cache_arms import CACHE_ARMS, parse_settings, with_settings
 from eval.models import SIZES
+from eval.options import add_arguments, check_options, option
 
 SHORT_JOBS = {
     "qmsum": "qmsum_val",
@@ -21,58 +20,49 @@ SHORT_JOBS = {
 }
 
 
-def _option(default: Any, help: str, low: float | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "low": low})
-
-
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
     """What is run; the defaults are those of `offline`, `EXPERIMENTS` has the others'."""
 
     experiment: str
-    name: str = _option("", "results go to eval/results/NAME-JOB; default: cache-EXPERIMENT-JOB")
-    arms: str = _option(
+    name: str = option("", "results go to eval/results/NAME-JOB; default: cache-EXPERIMENT-JOB")
+    arms: str = option(
         "stock-fcfs,stock-lpm,stock-lpm-128,psm,psm-echo,psm-next-use",
         "comma list of arms; known are " + ", ".join(CACHE_ARMS),
     )
-    settings: str = _option("", "config of all Echo arms, e.g. cache.protected_share=0.4,...")
-    size: str = _option("tiny", "demo model size: tiny, small or base")
-    jobs: str = _option(
+    settings: str = option("", "config of all Echo arms, e.g. cache.protected_share=0.4,...")
+    size: str = option("tiny", "demo model size: tiny, small or base")
+    jobs: str = option(
         "qmsum,loogle", "comma list of qmsum, loogle, bbh, mmlu, or text sets by name or path"
     )
-    requests: int = _option(0, "as many lines of each job, drawn by seed; 0: all", 0)
-    document_tokens: int = _option(2000, "documents are cut to this; 0: whole", 0)
-    max_answer_tokens: int = _option(8, "longest offline answer; 0: as the job says", 0)
-    window: int = _option(256, "offline lines in flight", 1)
-    pool_share: float = _option(0.2, "KV pool as a share of the job's prefix working set", 0)
-    pool_tokens: int = _option(0, "KV pool in tokens instead of --pool-share", 0)
-    max_running_requests: int = _option(8, "the server's limit", 1)
-    chunked_prefill_size: int = _option(512, "prefill tokens a step", 1)
-    sessions: str = _option("tau,miniswe", "overlap: online conversations from tau, miniswe")
-    num_sessions: int = _option(28, "overlap: how many conversations", 1)
-    sessions_at_once: int = _option(3, "overlap: conversations that are held at the same time", 1)
-    session_tokens: int = _option(2600, "overlap: a conversation ends before a longer prompt", 1)
-    session_answer_tokens: int = _option(16, "overlap: longest online answer", 1)
-    think_s: float = _option(1.0, "overlap: mean wait between an answer and the next turn", 0)
-    trace: str = _option("azure_conv_2023.csv.gz", "burst: CSV with the online requests' lengths")
-    length_scale: float = _option(0.5, "burst: factor on the trace's lengths", 0)
-    max_prompt_tokens: int = _option(1000, "burst: longer online prompts are cut to this", 1)
-    rate_rps: float = _option(0.8, "burst: steady online requests a second", 0.01)
-    burst_factor: float = _option(4.0, "burst: how much faster they come in it", 1)
-    steady_s: float = _option(40.0, "burst: steady time before it", 0)
-    burst_s: float = _option(30.0, "burst: its length", 1)
-    after_s: float = _option(20.0, "burst: steady time after it", 0)
-    limit_s: float = _option(300.0, "a phase that takes longer is ended", 1)
-    repetitions: int = _option(1, "server starts per arm; their order alternates", 1)
-    seed: int = _option(0, "of samples, orders, times and server", 0)
+    requests: int = option(0, "as many lines of each job, drawn by seed; 0: all", 0)
+    document_tokens: int = option(2000, "documents are cut to this; 0: whole", 0)
+    max_answer_tokens: int = option(8, "longest offline answer; 0: as the job says", 0)
+    window: int = option(256, "offline lines in flight", 1)
+    pool_share: float = option(0.2, "KV pool as a share of the job's prefix working set", 0)
+    pool_tokens: int = option(0, "KV pool in tokens instead of --pool-share", 0)
+    max_running_requests: int = option(8, "the server's limit", 1)
+    chunked_prefill_size: int = option(512, "prefill tokens a step", 1)
+    sessions: str = option("tau,miniswe", "overlap: online conversations from tau, miniswe")
+    num_sessions: int = option(28, "overlap: how many conversations", 1)
+    sessions_at_once: int = option(3, "overlap: conversations that are held at the same time", 1)
+    session_tokens: int = option(2600, "overlap: a conversation ends before a longer prompt", 1)
+    session_answer_tokens: int = option(16, "overlap: longest online answer", 1)
+    think_s: float = option(1.0, "overlap: mean wait between an answer and the next turn", 0)
+    trace: str = option("azure_conv_2023.csv.gz", "burst: CSV with the online requests' lengths")
+    length_scale: float = option(0.5, "burst: factor on the trace's lengths", 0)
+    max_prompt_tokens: int = option(1000, "burst: longer online prompts are cut to this", 1)
+    rate_rps: float = option(0.8, "burst: steady online requests a second", 0.01)
+    burst_factor: float = option(4.0, "burst: how much faster they come in it", 1)
+    steady_s: float = option(40.0, "burst: steady time before it", 0)
+    burst_s: float = option(30.0, "burst: its length", 1)
+    after_s: float = option(20.0, "burst: steady time after it", 0)
+    limit_s: float = option(300.0, "a phase that takes longer is ended", 1)
+    repetitions: int = option(1, "server starts per arm; their order alternates", 1)
+    seed: int = option(0, "of samples, orders, times and server", 0)
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value, low = getattr(self, item.name), item.metadata.get("low")
-            if low is not None and not value >= low:
-                raise ValueError(f"{_flag(item.name)} is {value!r}; it must be {low} or more")
-        if self.name and (not re.fullmatch(r"[\w.-]+", self.name) or not self.name.strip(".")):
-            raise ValueError(f"--name is {self.name!r}; it names one folder: letters, digits, _.-")
+        check_options(self)
         if self.size not in SIZES:
             raise ValueError(f"--size is {self.size!r}; allowed are {', '.join(SIZES)}")
         self.picked_arms()
@@ -138,13 +128,7 @@ def parse_options(argv: Sequence[str], prog: str) -> CacheOptions:
             description=text,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        for item in dataclasses.fields(CacheOptions)[1:]:
-            command.add_argument(
-                _flag(item.name),
-                type=type(item.default),
-                default=defaults.get(item.name, item.default),
-                help=item.metadata["help"],
-            )
+        add_arguments(command, CacheOptions, defaults)
     try:
         return CacheOptions(**vars(parser.parse_args(argv)))
     except ValueError as error:
@@ -158,7 +142,3 @@ def default_options(experiment: str, **changes: Any) -> CacheOptions:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from eval.arms import Arm
 from eval.cache_load import CacheLoad
 from eval.cache_options import CacheOptions
-from eval.corun import empty_cache
+from eval.corun_phases import empty_cache
 from eval.load import Phase, Request, load_client
 from eval.records import Record
 from eval.server import Server

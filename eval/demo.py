@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from echo_sgl.types import Task
 from eval.arms import Arm, pick_arms
-from eval.corun import empty_cache
+from eval.corun_phases import empty_cache
 from eval.demo_report import ArmResult, print_results
 from eval.load import Phase, Request, make_request
 from eval.machine import device_args, on_cpu

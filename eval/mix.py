@@ -84,7 +84,7 @@ def build_mix(options: CorunOptions, tokenizer: Tokenizer) -> Mix:
     if options.shared_prefix_tokens:
         start = texts.text(_SHARED_START_INDEX, options.shared_prefix_tokens)
     bodies = [
-        _online_body(texts.text(index, one.prompt_tokens, shared_start=start), one.output_tokens)
+        online_body(texts.text(index, one.prompt_tokens, shared_start=start), one.output_tokens)
         for index, one in enumerate(arrivals)
     ]
     return Mix(arrivals, bodies, _job(options, tokenizer))
@@ -122,7 +122,8 @@ def _check_pool(arrivals: Iterable[Arrival], options: CorunOptions) -> None:
         )
 
 
-def _online_body(prompt: str, output_tokens: int) -> dict[str, Any]:
+def online_body(prompt: str, output_tokens: int) -> dict[str, Any]:
+    """A completion of exactly that many tokens, whatever the model would say."""
     return {
         "model": SERVED_MODEL,
         "prompt": prompt,

@@ -3,7 +3,7 @@
     python -m eval.reserve_coverage --trace azure_conv_2023.csv.gz
 
 replays traces through a simple service model, feeds one sample a second to each predictor and
-writes eval/results/reserve-coverage/ with config.json, summary.json and summary.md.
+writes eval/results/reserve-coverage/ with config.json, summary.json, curves.json and summary.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.kv_demand import KvDemandPredictor, create_kv_demand
 from eval.machine import provenance
 from eval.workloads import WorkloadError, find_data
-from eval.workloads.mooncake import read_mooncake
 from eval.workloads.traces import Arrival, read_trace
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
@@ -37,6 +36,7 @@ CONFIGS = {
     "mean-std": ReserveConfig(predictor="mean-std"),
 }
 FIRST_INSTANT_S = 60
+CURVE_STEP_S = 20
 COLUMNS = {
     "trace": "trace",
     "predictor": "predictor",
@@ -120,7 +120,7 @@ def evaluate(traces: Iterable[str], model: ServiceModel) -> list[dict[str, Any]]
     """One row per trace and predictor. Errors: `WorkloadError` names an unusable trace."""
     rows = []
     for name in traces:
-        use = online_use(_read(find_data(name)), model)
+        use = online_use(read_trace(find_data(name)), model)
         for predictor_name, config in CONFIGS.items():
             predictor = create_kv_demand(config)
             assert predictor is not None
@@ -129,6 +129,33 @@ def evaluate(traces: Iterable[str], model: ServiceModel) -> list[dict[str, Any]]
                 {"trace": Path(name).name.partition(".")[0], "predictor": predictor_name, **row}
             )
     return rows
+
+
+def curves(traces: Iterable[str], model: ServiceModel) -> dict[str, dict[str, list[int | None]]]:
+    """By trace: use, the peak that came, and each predictor's, in tokens, every `CURVE_STEP_S`.
+
+    None where nothing was predicted, or the trace does not hold the whole horizon any more.
+    """
+    found = {}
+    for name in traces:
+        use = online_use(read_trace(find_data(name)), model)
+        horizon_s = round(CONFIGS["peak"].horizon_s)
+        coming = np.lib.stride_tricks.sliding_window_view(use[1:], horizon_s).max(axis=1)
+        series = {"use": use, "coming peak": coming}
+        for predictor_name, config in CONFIGS.items():
+            predictor = create_kv_demand(config)
+            assert predictor is not None
+            series[f"{predictor_name} predicted"] = predictions(use, predictor)
+        found[Path(name).name.partition(".")[0]] = {
+            label: _thinned(values, len(use)) for label, values in series.items()
+        }
+    return found
+
+
+def _thinned(values: Series, length_s: int) -> list[int | None]:
+    padded = np.full(length_s, np.nan)
+    padded[: len(values)] = values
+    return [None if np.isnan(value) else round(value) for value in padded[::CURVE_STEP_S]]
 
 
 def summary_markdown(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -172,12 +199,15 @@ def run(options: argparse.Namespace, *, command: str) -> Path:
         "service_model": dataclasses.asdict(model),
         "predictors": {name: dataclasses.asdict(config) for name, config in CONFIGS.items()},
         "first_instant_s": FIRST_INSTANT_S,
+        "curve_step_s": CURVE_STEP_S,
     }
+    series = curves(options.trace, model)
     folder: Path = RESULTS_DIR / options.name
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in (("config", config), ("summary", {"rows": rows})):
         text = orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
         (folder / f"{name}.json").write_bytes(text)
+    (folder / "curves.json").write_bytes(orjson.dumps(series) + b"\n")
     (folder / "summary.md").write_text(summary_markdown(config, rows), encoding="utf-8")
     Console().print(_table(rows))
     return folder
@@ -196,11 +226,6 @@ def main(argv: list[str]) -> None:
         run(parser.parse_args(argv), command=command)
     except WorkloadError as error:
         sys.exit(f"error: {error}")
-
-
-def _read(path: Path) -> list[Arrival]:
-    is_mooncake = ".jsonl" in path.suffixes
-    return read_mooncake(path) if is_mooncake else read_trace(path)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from eval.workloads import WorkloadError, find_data, read_lines
-from eval.workloads.prompts import Tokenizer, cut_to_tokens
+from eval.workloads.prompts import Tokenizer, part_of_tokens
 
 COMPLETIONS_URL = "/v1/completions"
 JOB_URLS = (COMPLETIONS_URL, "/v1/chat/completions")
@@ -55,22 +55,39 @@ def text_set_files(name: str) -> tuple[Path, Path]:
 
 
 def text_set_lines(
-    files: tuple[Path, Path], tokenizer: Tokenizer, *, model: str, document_tokens: int
+    files: tuple[Path, Path],
+    tokenizer: Tokenizer,
+    *,
+    model: str,
+    document_tokens: int,
+    document_parts: int = 1,
 ) -> list[BatchLine]:
     """One line per request of a text set, its document cut to `document_tokens` (0: whole).
 
-    Answers get the length that the set records (`out_tokens`), whatever the model would say.
+    With more `document_parts`, each request is also asked of the next so many tokens of its
+    document and of those after them: a longer job out of few documents. Answers get the length
+    that the set records (`out_tokens`), whatever the model would say.
     Errors: `WorkloadError` names the file, the line, the key and the bad value.
     """
     prefixes = {
         _value(where, row, "prefix_id", str): _value(where, row, "prefix", str)
         for where, row in _objects(files[0])
     }
-    if document_tokens:
-        prefixes = {
-            key: cut_to_tokens(tokenizer, text, document_tokens) for key, text in prefixes.items()
+    if not document_tokens:
+        return [_text_set_line(where, row, prefixes, model) for where, row in _objects(files[1])]
+    lines: list[BatchLine] = []
+    requests = list(_objects(files[1]))
+    for part in range(document_parts):
+        texts = {
+            key: part_of_tokens(tokenizer, text, part, document_tokens)
+            for key, text in prefixes.items()
         }
-    return [_text_set_line(where, row, prefixes, model) for where, row in _objects(files[1])]
+        lines += [
+            _text_set_line(where, row, texts, model, part=part)
+            for where, row in requests
+            if part == 0 or texts.get(row.get("prefix_id", ""))
+        ]
+    return lines
 
 
 def shuffled(lines: Sequence[BatchLine], seed: int) -> list[BatchLine]:
@@ -93,7 +110,7 @@ def limit_answers(lines: Sequence[BatchLine], max_tokens: int) -> list[BatchLine
 
 
 def _text_set_line(
-    where: str, row: Mapping[str, Any], prefixes: Mapping[str, str], model: str
+    where: str, row: Mapping[str, Any], prefixes: Mapping[str, str], model: str, *, part: int = 0
 ) -> BatchLine:
     prefix_id = _value(where, row, "prefix_id", str)
     if prefix_id not in prefixes:
@@ -108,7 +125,8 @@ def _text_set_line(
         "temperature": 0,
         "ignore_eos": True,
     }
-    return batch_line(_value(where, row, "id", str), body)
+    name = _value(where, row, "id", str)
+    return batch_line(f"{name}/{part}" if part else name, body)
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

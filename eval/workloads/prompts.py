@@ -46,6 +46,19 @@ def cut_to_tokens(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
     return tokenizer.decode(tokens[:max_tokens]).rstrip("\ufffd")
 
 
+def part_of_tokens(tokenizer: Tokenizer, text: str, part: int, num_tokens: int) -> str:
+    """The `part`-th stretch (from 0) of `num_tokens` tokens; only the first may be shorter.
+
+    Empty where the text has no such stretch.
+    """
+    if part == 0:
+        return cut_to_tokens(tokenizer, text, num_tokens)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    stretch = tokens[part * num_tokens : (part + 1) * num_tokens]
+    # A cut inside a multi-byte character decodes to replacement characters at both ends.
+    return tokenizer.decode(stretch).strip("\ufffd") if len(stretch) == num_tokens else ""
+
+
 class SyntheticText:
     """Makes texts of an exact token count from words of the tokenizer's vocabulary.
 

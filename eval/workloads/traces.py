@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.workloads import WorkloadError, read_lines
-
-TRACE_COLUMNS = ("t_s", "context_tokens", "generated_tokens")
+from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
+from eval.workloads import WorkloadError
+from eval.workloads.patterns import poisson_arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +24,16 @@ class Arrival:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Read a CSV with the columns `TRACE_COLUMNS`, in order of time; more columns are ignored.
+    """The requests of a file in any format that `echo-sgl plan` reads, the first one at 0 s.
 
     Errors: `WorkloadError` names the file, the line, the column and the bad value.
     """
-    lines = read_lines(path)
-    header = next(csv.reader([next(lines, (1, ""))[1]]), [])
-    if missing := [name for name in TRACE_COLUMNS if name not in header]:
-        raise WorkloadError(
-            f"{path} line 1: no column {', '.join(missing)}; "
-            f"there are {', '.join(header) or 'none'}"
-        )
-    arrivals: list[Arrival] = []
-    for number, line in lines:
-        if line.strip():
-            arrivals.append(_arrival(f"{path} line {number}", header, next(csv.reader([line]))))
-            _check_order(f"{path} line {number}", arrivals)
-    if not arrivals:
-        raise WorkloadError(f"{path} holds no request: there is nothing below the header")
-    return arrivals
+    try:
+        trace = read_trace_file(path).trace
+    except TraceFileError as error:
+        raise WorkloadError(str(error)) from error
+    columns = trace.at_s, trace.prompt_tokens, trace.output_tokens
+    return [Arrival(*row) for row in zip(*columns, strict=True)]
 
 
 def slice_trace(
@@ -99,44 +90,8 @@ def bursty_arrivals(
 ) -> Iterator[float]:
     """Endless arrival times (s): Poisson arrivals whose rate switches between quiet and burst."""
     _check_positive(quiet_rps=quiet_rps, burst_rps=burst_rps, quiet_s=quiet_s, burst_s=burst_s)
-    rng = random.Random(seed)
-    start_s = 0.0
-    while True:
-        for rate_rps, length_s in ((quiet_rps, quiet_s), (burst_rps, burst_s)):
-            at_s = start_s + rng.expovariate(rate_rps)
-            while at_s < start_s + length_s:
-                yield at_s
-                at_s += rng.expovariate(rate_rps)
-            start_s += length_s
-
-
-def _arrival(where: str, header: Sequence[str], row: Sequence[str]) -> Arrival:
-    if len(row) != len(header):
-        raise WorkloadError(f"{where}: {len(row)} values for {len(header)} columns")
-    values = dict(zip(header, row, strict=True))
-    t_s, prompt, output = (_number(where, name, values[name]) for name in TRACE_COLUMNS)
-    for name, tokens in zip(TRACE_COLUMNS[1:], (prompt, output), strict=True):
-        if not tokens.is_integer():
-            raise WorkloadError(f"{where}, column {name}: {tokens!r} is not a whole number")
-    return Arrival(t_s, int(prompt), int(output))
-
-
-def _number(where: str, name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise WorkloadError(f"{where}, column {name}: {text!r} is not a number from 0 up")
-    return number
-
-
-def _check_order(where: str, arrivals: Sequence[Arrival]) -> None:
-    if len(arrivals) > 1 and arrivals[-1].at_s < arrivals[-2].at_s:
-        raise WorkloadError(
-            f"{where}, column t_s: {arrivals[-1].at_s:g} comes after {arrivals[-2].at_s:g}; "
-            "sort the file by t_s"
-        )
+    segments = itertools.cycle([(quiet_rps, quiet_s), (burst_rps, burst_s)])
+    return poisson_arrivals(segments, random.Random(seed))
 
 
 def _check_positive(**values: float) -> None:

@@ -1,0 +1,135 @@
+"""What Echo's own code costs a step of the real scheduler with 50,000 pooled and 64 running.
+
+A server plans steps under promises while online requests decode beside the job; every step's
+own time comes from `GET /echo/trace`. Nothing of SGLang's is the counterpart, so the share of
+the step's time stands in the place of a ratio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from eval.machine import device_args, machine
+from eval.models import demo_model
+from eval.server import Server, running_server
+
+NUM_POOLED, NUM_RUNNING, NUM_ONLINE = 50_000, 64, 16
+NUM_DOCUMENTS, DOCUMENT_TOKENS = 50, 40
+MIN_STEPS, MIN_POOLED = 1000, 45_000
+LIMIT_S = 300.0
+CONFIG = "[slo]\nttft_s = 5.0\ntpot_s = 0.5\n[reserve]\npredictor = 'off'\n"
+BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
+
+
+def run() -> list[dict[str, Any]]:
+    """Rows for `make bench`: median and p99 of a step's own time."""
+    config = BUILD_DIR / "bench-steps.toml"
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(CONFIG, encoding="utf-8")
+    args = [
+        "--enable-metrics",
+        *("--max-running-requests", str(NUM_RUNNING)),
+        *("--max-total-tokens", "60000"),
+        *device_args(),
+    ]
+    log_path = BUILD_DIR / "logs" / "bench-steps.log"
+    with running_server(demo_model("tiny"), args, config=config, log_path=log_path) as server:
+        own_s, time_s = _steps(server)
+    rows = []
+    for name, quantile in (("median", 0.5), ("p99", 0.99)):
+        own_us = float(np.quantile(own_s, quantile) * 1e6)
+        rows.append(
+            {
+                "name": f"own time of a step, {NUM_POOLED:,} pooled, {NUM_RUNNING} running, {name}",
+                "ours": own_us,
+                "stock": None,
+                "ratio": float(own_us / (np.median(time_s) * 1e6)),
+                "unit": "us; ratio: of a median step",
+                "n": len(own_s),
+                "machine": machine(),
+            }
+        )
+    return rows
+
+
+def _steps(server: Server) -> tuple[Any, Any]:
+    """Own and execution times (s) of steps with a full pool. Shapes: (steps,) each."""
+    job = threading.Thread(target=_send_job, args=(server,), daemon=True)
+    job.start()
+    _wait(lambda: _num_pooled(server) >= MIN_POOLED, "the pool is full")
+    online = threading.Thread(target=_send_online, args=(server,), daemon=True)
+    online.start()
+    steps: list[tuple[float, float]] = []
+
+    def enough() -> bool:
+        steps[:] = _planned_steps(server)
+        return len(steps) >= MIN_STEPS
+
+    _wait(enough, f"{MIN_STEPS} steps are done")
+    own_s, time_s = np.array(steps).T
+    return own_s, time_s
+
+
+def _planned_steps(server: Server) -> list[tuple[float, float]]:
+    answer = httpx.get(f"{server.url}/echo/trace", params={"seconds": LIMIT_S}, timeout=LIMIT_S)
+    [replica] = answer.json()["replicas"]
+    at = {name: number for number, name in enumerate(replica["columns"])}
+    return [
+        (row[at["own_s"]], row[at["time_s"]])
+        for row in replica["rows"]
+        if row[at["num_pooled"]] >= MIN_POOLED and row[at["time_s"]] is not None
+    ]
+
+
+def _send_job(server: Server) -> None:
+    """One call with all prompts: 50,000 connections would measure the client."""
+    rng = random.Random(0)
+    documents = [_tokens(rng, DOCUMENT_TOKENS) for _ in range(NUM_DOCUMENTS)]
+    prompts = [rng.choice(documents) + _tokens(rng, 8) for _ in range(NUM_POOLED)]
+    _generate(server, prompts, 16, custom_params={"service_tier": "flex"})
+
+
+def _send_online(server: Server) -> None:
+    rng = random.Random(1)
+    _generate(server, [_tokens(rng, 20) for _ in range(NUM_ONLINE)], 400)
+
+
+def _generate(
+    server: Server, prompts: list[list[int]], max_new_tokens: int, **sampling: Any
+) -> None:
+    params = {
+        "temperature": 0,
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": True,
+        **sampling,
+    }
+    body = {"input_ids": prompts, "sampling_params": params}
+    # It is stopped in the middle of the job: SGLang takes minutes to abort so many.
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(f"{server.url}/generate", json=body, timeout=LIMIT_S * 2)
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(16, 400) for _ in range(count)]
+
+
+def _num_pooled(server: Server) -> float:
+    page = httpx.get(f"{server.url}/metrics", timeout=60).text
+    lines = [line for line in page.splitlines() if line.startswith("echo_sgl_pool_requests{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _wait(condition: Any, what: str) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"after {LIMIT_S:.0f} s it is not true that {what}")
+        time.sleep(0.5)

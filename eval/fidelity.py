@@ -1,0 +1,322 @@
+"""Hold the simulator against real servers: the same requests, figure beside figure.
+
+    python -m eval.fidelity --arms echo,hygen,bs
+    python -m eval.fidelity --replay-only
+    python -m eval.fidelity --replay-only --folder ablation-azure-qmsum --profile FILE
+
+Runs the ablation's phases on a server of each arm that was calibrated just before, replays what
+was sent in `echo_sgl.sim` under the same config and that profile, and writes
+eval/results/fidelity/ with config.json, configs/, raw/, summary.json and summary.md.
+`--replay-only` replays what lies in a folder: its own, or an ablation's, whose servers left no
+profile (`--profile`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import os
+import random
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from rich.console import Console
+
+from echo_sgl.batch_shape import BatchRow
+from echo_sgl.cli.calibration import Driver, fit_all
+from echo_sgl.cli.server_route import fetch
+from echo_sgl.errors import ConfigError
+from echo_sgl.estimators.profile import Profile, load_profile, save_profile
+from eval.ablation import Ablation
+from eval.ablation_figures import reference_figures
+from eval.ablation_load import LLM_D
+from eval.ablation_options import AblationOptions, parse_options
+from eval.ablation_phases import ArmRun
+from eval.arms import Arm
+from eval.cache_phases import COUNTED_AFTER_S
+from eval.corun import RESULTS_DIR
+from eval.fidelity_replay import Prompts, bodies_of, replay, server_config
+from eval.fidelity_report import Row, cause_of, markdown, rows_of_phase, step_evidence
+from eval.records import read_records
+from eval.server import Server, ServerStartError
+from eval.slo import Slo
+from eval.workloads import WorkloadError
+
+PHASES = ("online-alone", "offline-alone", "together")
+NOTE_COLUMNS = (*BatchRow._fields, "start_s", "time_s")
+DEFAULT_ARMS = "echo,hygen,bs"
+# Of the server's own settings, what the simulator has, and what they are if nobody says.
+SETTINGS: dict[str, Any] = {
+    "page_size": 1,
+    "disable_overlap_schedule": False,
+    "max_prefill_tokens": 16384,
+    "schedule_conservativeness": 1.0,
+}
+
+Tree = dict[str, Any]
+_console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is else measured on a stock server first: the online rate, and what is promised."""
+
+    rate_rps: float
+    slo: Slo
+
+
+class Fidelity(Ablation):
+    """An ablation whose servers are calibrated just before they are measured, then simulated.
+
+    Errors: `WorkloadError` names the arms that the simulator does not play.
+    """
+
+    def __init__(
+        self,
+        options: AblationOptions,
+        command: str,
+        *,
+        folder_name: str,
+        load: Load | None = None,
+        calibrate_s: float = 60.0,
+        profile: Path | None = None,
+        results_dir: Path = RESULTS_DIR,
+    ) -> None:
+        check_load(options)
+        super().__init__(options, command, results_dir=results_dir, folder_name=folder_name)
+        self._load, self._calibrate_s, self._profile = load, calibrate_s, profile
+        self._load_average = f"{os.getloadavg()[0]:.1f}"
+
+    @property
+    def summary_path(self) -> Path:
+        """An ablation's own summary stays beside ours."""
+        name = "summary.md" if self._profile is None else "fidelity.md"
+        return self.store.folder / name
+
+    def _reference(self, repetition: int) -> tuple[Slo, Tree]:
+        """As the ablation measures them on a stock server, unless they are given."""
+        if self._load is None or self.store.has("reference", repetition):
+            return super()._reference(repetition)
+        slo = self._load.slo
+        rps = self._load.rate_rps / self.options.online_load
+        self.store.write({"rps": rps, "window": 0}, "calibration")
+        reference = {**reference_figures([], slo), "attainment": 0.0}
+        self.store.write({"slo": dataclasses.asdict(slo), **reference}, "reference", repetition)
+        return slo, reference
+
+    def replay_all(self) -> list[Row]:
+        """Simulate what was measured, and write the summary."""
+        rows: list[Row] = []
+        evidence: dict[str, Tree] = {}
+        prompts = Prompts(bodies_of(self.mix), self._tokenizer)
+        for name, runs in self.store.runs(list(self._arms)).items():
+            for repetition in runs:
+                arm = name if len(runs) == 1 else f"{name} {repetition}"
+                _console.log(f"simulating {arm}")
+                steps = self._steps(name, repetition)
+                rows += self._replay(name, repetition, prompts, arm=arm, steps=steps)
+                if steps is not None:
+                    profile = self._profile_of(name, repetition)
+                    evidence[arm] = step_evidence(profile, steps["notes"])
+        self._write(rows, evidence)
+        return rows
+
+    def _replay(
+        self, name: str, repetition: int, prompts: Prompts, *, arm: str, steps: Tree | None
+    ) -> Iterator[Row]:
+        config = server_config(
+            self._profile_of(name, repetition),
+            self._facts(name, repetition),
+            self.store.folder / "configs" / f"{name}-{repetition}.toml",
+        )
+        options = self.options
+        window_s = (options.lead_s, options.lead_s + options.duration_s)
+        for phase in PHASES:
+            path = self.store.raw_path(f"{name}-{phase}", repetition)
+            if not path.exists():
+                continue
+            real = read_records(path)
+            came_s = (steps or {}).get("online_window_s", window_s)
+            window = came_s if phase == "together" else None
+            simulated, _ = replay(config, real, prompts)
+            yield from rows_of_phase(arm, phase, real, simulated, window)
+
+    def _profile_of(self, name: str, repetition: int) -> Profile:
+        path = self._profile or self._profile_path(name, repetition)
+        if not path.exists():
+            raise WorkloadError(
+                f"{self.store.folder} holds no profile of {name}'s server; name one that was "
+                "measured on such a server by --profile"
+            )
+        return load_profile(path, device="", model="", force=True)
+
+    def _facts(self, name: str, repetition: int) -> Tree:
+        """What the server said of itself, else what its options made of it."""
+        if self.store.has(f"server-{name}", repetition):
+            return self.store.read(f"server-{name}", repetition)
+        options = self.options
+        given = (options.pool_tokens, options.max_running_requests, options.chunked_prefill_size)
+        if not all(given) or options.server_args:
+            raise WorkloadError(
+                f"{self.store.folder} does not say how large {name}'s server was; a run with "
+                "--pool-tokens, --max-running-requests and --chunked-prefill-size does"
+            )
+        names = ("max_total_tokens", "max_running_requests", "chunked_prefill_tokens")
+        return {**SETTINGS, **dict(zip(names, given, strict=True)), "is_mixed_chunk": False}
+
+    def _run_arm(
+        self,
+        server: Server,
+        arm: Arm,
+        options: AblationOptions,
+        key: tuple[str, int],
+        *,
+        has_ceiling: bool,
+    ) -> ArmRun:
+        """Calibrate, run the phases, and keep the steps of the last one, where both classes ran."""
+        self._calibrate_server(server, *key)
+        run = super()._run_arm(server, arm, options, key, has_ceiling=has_ceiling)
+        seconds = max(record.end_s or 0.0 for record in run.mixed) + COUNTED_AFTER_S
+        [replica] = fetch(server.url, "/echo/trace", None, seconds=seconds)["replicas"]
+        places = [replica["columns"].index(column) for column in NOTE_COLUMNS]
+        kept = {
+            "online_window_s": run.online_window_s,
+            "columns": NOTE_COLUMNS,
+            "rows": [[row[place] for place in places] for row in replica["rows"]],
+        }
+        self._steps_path(*key).write_bytes(gzip.compress(orjson.dumps(kept), mtime=0))
+        return run
+
+    def _calibrate_server(self, server: Server, name: str, repetition: int) -> None:
+        driver = Driver(server.url, None, random.Random(self.options.seed))
+        samples = driver.measure(self._calibrate_s, on_wave=lambda share: None)
+        fitted = fit_all(samples, driver.server, seed=self.options.seed, host=driver.host_time())
+        save_profile(fitted.profile(), self._profile_path(name, repetition))
+        info = httpx.get(f"{server.url}/server_info", timeout=30).json()
+        facts = {**driver.server, **{key: info[key] for key in SETTINGS}}
+        self.store.write(facts, f"server-{name}", repetition)
+
+    def _steps(self, name: str, repetition: int) -> Tree | None:
+        """What is kept of the last phase: when online requests came, and its steps."""
+        path = self._steps_path(name, repetition)
+        if not path.exists():
+            return None
+        kept = orjson.loads(gzip.decompress(path.read_bytes()))
+        notes = [dict(zip(kept["columns"], row, strict=True)) for row in kept["rows"]]
+        return {"online_window_s": kept["online_window_s"], "notes": notes}
+
+    def _steps_path(self, name: str, repetition: int) -> Path:
+        return self.store.folder / "raw" / f"steps-{name}-{repetition}.json.gz"
+
+    def _profile_path(self, name: str, repetition: int) -> Path:
+        return self.store.folder / "raw" / f"profile-{name}-{repetition}.json"
+
+    def _write_summary(self) -> None:
+        """Only how it is measured: the figures come with the replay."""
+        config = {**self._config(), "load_average": self._load_average}
+        self.store.write_json("config.json", config)
+
+    def _write(self, rows: Sequence[Row], evidence: dict[str, Tree]) -> None:
+        folder = self.store.folder
+        config = orjson.loads((folder / "config.json").read_bytes())
+        trees = [
+            {
+                **dataclasses.asdict(row),
+                "difference": row.difference,
+                "is_kept": row.is_kept,
+                "cause": cause_of(row, evidence.get(row.arm)),
+            }
+            for row in rows
+        ]
+        name = self.summary_path.with_suffix(".json").name
+        self.store.write_json(name, {"rows": trees, "steps": evidence})
+        self.summary_path.write_text(markdown(config, rows, evidence), encoding="utf-8")
+
+
+def check_load(options: AblationOptions) -> None:
+    """Errors: `WorkloadError` names what the simulator does not play."""
+    stock = [name for name, arm in options.picked_arms().items() if not arm.settings]
+    if stock:
+        raise WorkloadError(
+            f"{', '.join(stock)} are stock schedulers, which the simulator does not play; "
+            f"allowed are Echo's presets, as {DEFAULT_ARMS}"
+        )
+    if options.workload == LLM_D:
+        raise WorkloadError(
+            f"the lines of workload {LLM_D} have windows of their own, which a simulated trace "
+            "does not have; choose another workload"
+        )
+
+
+def given_load(rate_rps: float, promise: str) -> Load | None:
+    """Errors: `WorkloadError` when the promise is not two times above 0."""
+    if not rate_rps:
+        return None
+    try:
+        ttft_s, tpot_s = (float(part) for part in promise.split(","))
+    except ValueError:
+        ttft_s = tpot_s = 0.0
+    if not (ttft_s > 0 and tpot_s > 0 and rate_rps > 0):
+        raise WorkloadError(
+            f"--rate-rps is {rate_rps:g} and --promise {promise!r}; give a rate above 0, and TTFT "
+            "and TPOT in seconds as 1.5,0.15"
+        )
+    return Load(rate_rps, Slo(ttft_s, tpot_s))
+
+
+def stored_options(folder: Path, arms: str) -> AblationOptions:
+    """The options that a folder was measured with. Errors: `WorkloadError` when it has none."""
+    try:
+        measured = orjson.loads((folder / "raw" / "options.json").read_bytes())
+    except OSError as error:
+        raise WorkloadError(f"{folder} holds no results: {error.strerror}") from error
+    return AblationOptions(**measured, arms=arms, resume=True)
+
+
+def main(argv: list[str]) -> None:
+    """Measure and replay, or replay only; ends with code 1 for wrong input."""
+    parser = argparse.ArgumentParser(prog="python -m eval.fidelity", add_help=False)
+    add = parser.add_argument
+    add("--folder", default="fidelity", help="under eval/results/")
+    add("--calibration-s", type=float, default=60.0, help="each server is calibrated for this long")
+    add("--rate-rps", type=float, default=0.0, help="online; 0: from a stock server's saturation")
+    add("--promise", default="1.5,0.15", help="TTFT,TPOT in seconds, with --rate-rps")
+    add("--replay-only", action="store_true", help="measure nothing, simulate what was")
+    add("--profile", type=Path, default=None, help="of `echo-sgl calibrate`, for all arms")
+    own, rest = parser.parse_known_args(argv)
+    if {"-h", "--help"} & set(rest):
+        print(parser.format_help())
+    options = parse_options(
+        rest, prog="python -m eval.fidelity", arms=DEFAULT_ARMS, repetitions=1, ceiling_s=15.0
+    )
+    command = f"python -m eval.fidelity {shlex.join(argv)}".strip()
+    try:
+        if own.replay_only:
+            options = stored_options(RESULTS_DIR / own.folder, options.arms)
+        run = Fidelity(
+            options,
+            command,
+            folder_name=own.folder,
+            load=given_load(own.rate_rps, own.promise),
+            calibrate_s=own.calibration_s,
+            profile=own.profile,
+        )
+        if not own.replay_only:
+            run.run()
+        run.replay_all()
+    except (WorkloadError, ConfigError, ServerStartError, httpx.HTTPError) as error:
+        sys.exit(f"error: {error}")
+    print(run.summary_path.read_text(encoding="utf-8"))
+    if run.failures:
+        sys.exit("error: not measured (try again with --resume): " + "; ".join(run.failures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
