@@ -1,88 +1,66 @@
-"""Servers and models that the whole suite shares: a start costs half a minute, so few are made."""
+"""What the whole suite shares: its model, its servers, and which tests run beside each other."""
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
-from echo_sgl.cpu import activate
 from eval.models import demo_model
-from eval.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
+from eval.server import Server
+from tests.engine.traffic import send_all, texts
+from tests.servers import COMMON_ARGS, MAX_ALIVE_SERVERS, NAMED, STRICT, ServerPool
 
-LOGS_DIR = Path(__file__).resolve().parent.parent / "build" / "logs"
-MAX_ALIVE_SERVERS = int(os.environ.get("ECHO_TEST_MAX_SERVERS", "3"))  # 2.6 GiB each
-# An idle scheduler polls at full speed: one that waits its turn would take half of the machine.
-POOL_ARGS = ("--max-total-tokens", "40000", "--random-seed", "0", "--sleep-on-idle")
+# Modules that share servers go to one worker, and so do the tests of any other module. What
+# takes longest comes first, so that no worker is left alone with it at the end.
+GROUPS = (
+    (
+        "engine/test_scheduler",
+        "engine/test_cache_manager",
+        "engine/test_metrics",
+        "engine/test_server_kits",
+        "engine/test_step_timing",
+        "engine/test_tasks",
+        "eval/test_load",
+    ),
+    ("engine/test_steps", "engine/test_faults"),
+    ("cli/",),
+    ("cpu/test_server",),
+    ("engine/test_pool_lifecycle",),
+    ("engine/test_switch",),
+    ("engine/test_batch_service",),
+    ("configs/test_grafana",),
+    ("engine/test_explain",),
+    ("engine/test_estimation",),
+    ("batches/test_embeddings",),
+)
 
 
-class ServerFactory(Protocol):
-    """Returns a ready server with these arguments; equal arguments give the same server."""
+class ByGroup(LoadFileScheduling):
+    """Gives a worker all tests of a group, and of a module that is in none."""
 
-    def __call__(
-        self,
-        args: tuple[str, ...] = (),
-        config: Path | str | None = None,
-        env: Mapping[str, str] | None = None,
-        model: Path | None = None,
-    ) -> Server: ...
+    def _split_scope(self, nodeid: str) -> str:
+        rank = _rank(nodeid)
+        module: str = super()._split_scope(nodeid)
+        return module if rank == len(GROUPS) else f"group {rank}"
 
 
-class ServerPool:
-    """Ready servers by their arguments, the least recently used one first."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup | None:
+    return ByGroup(config, log) if config.getvalue("dist") == "loadfile" else None
 
-    def __init__(self, max_alive: int) -> None:
-        self._alive: OrderedDict[object, Server] = OrderedDict()
-        self._max_alive = max_alive
-        self._started = 0
 
-    def get(
-        self,
-        args: tuple[str, ...] = (),
-        config: Path | str | None = None,
-        env: Mapping[str, str] | None = None,
-        model: Path | None = None,
-    ) -> Server:
-        model = model or demo_model("tiny")
-        key = (args, str(config), tuple(sorted((env or {}).items())), model)
-        server = self._alive.pop(key, None)
-        if server is not None and server.process.poll() is not None:
-            stop_server(server)
-            server = None
-        if server is None:
-            self.shrink(self._max_alive - 1)
-            server = self._start(model, args, config, env)
-        self._alive[key] = server
-        return server
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _rank(item.nodeid))
 
-    def shrink(self, num_left: int) -> None:
-        while len(self._alive) > num_left:
-            stop_server(self._alive.popitem(last=False)[1])
 
-    def _start(
-        self,
-        model: Path,
-        args: tuple[str, ...],
-        config: Path | str | None,
-        env: Mapping[str, str] | None,
-    ) -> Server:
-        self._started += 1
-        log_path = LOGS_DIR / f"test-{os.getpid()}-{self._started}.log"
-        device_args = CPU_ARGS if activate() else CPU_ARGS[2:]
-        all_args = (*device_args, *POOL_ARGS, *args)  # the last of two equal options holds
-        # One thread is as fast for a tiny model, and leaves a core to whoever asks.
-        env = {"OMP_NUM_THREADS": "1", **(env or {})}
-        server = start_server(model, all_args, config=config, env=env, log_path=log_path)
-        try:
-            wait_ready(server)
-        except BaseException:
-            stop_server(server)
-            raise
-        return server
+def _rank(nodeid: str) -> int:
+    name = nodeid.removeprefix("tests/")
+    return next((rank for rank, group in enumerate(GROUPS) if name.startswith(group)), len(GROUPS))
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +69,33 @@ def tiny_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def server_for() -> Iterator[ServerFactory]:
+def server_for() -> Iterator[ServerPool]:
     pool = ServerPool(MAX_ALIVE_SERVERS)
-    yield pool.get
+    yield pool
     pool.shrink(0)
+
+
+@pytest.fixture
+def echo_server(server_for: ServerPool) -> Server:
+    """Echo as it comes, for tests that only need some server."""
+    return server_for((*COMMON_ARGS, *NAMED), config="echo", env=STRICT)
+
+
+@pytest.fixture
+def stock_server(server_for: ServerPool) -> Server:
+    return server_for((*COMMON_ARGS, *NAMED))
+
+
+@pytest.fixture(scope="session")
+def stock_texts(server_for: ServerPool) -> Callable[[Sequence[dict[str, Any]]], list[str]]:
+    """What the stock server answers to completions; each set is asked for once."""
+    known: dict[str, list[str]] = {}
+
+    def answered(bodies: Sequence[dict[str, Any]]) -> list[str]:
+        key = json.dumps(bodies)
+        if key not in known:
+            server = server_for((*COMMON_ARGS, *NAMED))
+            known[key] = texts(asyncio.run(send_all(server, bodies)))
+        return known[key]
+
+    return answered

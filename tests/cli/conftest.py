@@ -12,16 +12,14 @@ from tests.cli.jobs import start_cli
 
 NAMED = ("--served-model-name", "tiny")
 KV_POOL = ("--max-total-tokens", "20000")
-METRICS = ("--enable-metrics", "--enable-cache-report", *KV_POOL)
 REFUSING = ("--max-running-requests", "2", "--max-queued-requests", "1")
 SMALL = (*REFUSING, "--api-key", "secret", *KV_POOL)
 StartCli = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture(scope="module")
-def server(server_for: Callable[..., Server]) -> Server:
-    """A server with Echo on, for tests that only need some server."""
-    return server_for((*METRICS, *NAMED), config="echo")
+@pytest.fixture
+def server(echo_server: Server) -> Server:
+    return echo_server
 
 
 @pytest.fixture

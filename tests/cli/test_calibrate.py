@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, rows_of
-from echo_sgl.cli.calibration import DECODE_TOKENS, fit_all, grid
-from echo_sgl.estimators.profile import load_profile
-from eval.server import Server
+from echo_sgl.cli.calibrate import host_line
+from echo_sgl.cli.calibration import DECODE_TOKENS, fit_all, grid, host_gaps
+from echo_sgl.estimators.batch_time import create_batch_time
+from echo_sgl.estimators.host_time import HostTime
+from echo_sgl.estimators.profile import Profile, load_profile, save_profile
+from eval.models import demo_model
+from eval.server import CPU_ARGS, Server, running_server
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
 
@@ -29,6 +33,7 @@ SERVER: dict[str, Any] = {
     "chunked_prefill_tokens": 256,
     "vocab": 500,
     "transformer": None,
+    "captured_batch_sizes": [],
 }
 
 
@@ -83,8 +88,11 @@ def test_samples_without_decodes_are_refused_by_the_column():
 @pytest.mark.server
 def test_a_real_server_is_measured_and_its_profile_loads(server: Server, tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
+    model = create_batch_time("bros").fit(*linear_steps(600))
+    save_profile(Profile("a device", "a model", "0.5.23", "2026-01-31", 600, {}, model), output)
     result = run_cli("calibrate", "--url", server.url, "--output", output, "--seconds", 15)
     assert result.returncode == 0, result.stderr
+    assert "it replaces bros of 2026-01-31 for a model, a device" in result.stderr
     for name in ("pooled", "linear", "bros", "roofline", "(best)", "MAPE"):
         assert name in result.stdout
     state = httpx.get(f"{server.url}/echo/steps", timeout=60).json()["replicas"][0]["server"]
@@ -114,7 +122,83 @@ def test_a_busy_server_is_refused_and_left_alone(
         time.sleep(0.1)
 
 
+def note(start_s: float, time_s: float | None, prefills: int, decodes: int) -> dict[str, Any]:
+    times: dict[str, Any] = {"start_s": start_s, "time_s": time_s}
+    return times | {"num_prefills": prefills, "num_decodes": decodes}
+
+
+def test_only_steps_that_another_one_waited_for_tell_the_hosts_time() -> None:
+    notes = [
+        note(0.0, 0.010, 2, 0),
+        note(0.013, 0.005, 0, 2),
+        note(5.0, 0.010, 1, 0),  # nobody was there before it
+        note(5.5, None, 0, 1),  # the step before it is measured, its own time is not
+        note(6.0, 0.001, 0, 1),
+    ]
+    assert host_gaps(notes) == [(2, pytest.approx(0.003)), (1, pytest.approx(0.49))]
+
+
+def test_the_hosts_time_is_told_in_milliseconds() -> None:
+    line = host_line(HostTime(step_s=0.0012, request_s=0.00005, intake_s=0.004))
+    assert line.startswith("host: 1.20 ms between steps and 0.050 ms more for each request")
+    assert line.endswith("4.00 ms around a request")
+
+
 def test_an_unknown_model_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     result = run_cli("calibrate", "--output", tmp_path / "p.json", "--model", "crystal")
     assert result.returncode == 2
     assert "--model is 'crystal'; known are pooled, linear, bros, roofline" in result.stderr
+
+
+def test_a_file_that_is_no_profile_is_never_replaced(tmp_path: Path) -> None:
+    other = tmp_path / "thesis.txt"
+    other.write_text("years of work")
+    result = run_cli("calibrate", "--output", other, "--url", "http://127.0.0.1:9")
+    assert result.returncode == 2
+    assert "It is left as it is; choose another file" in result.stderr
+    assert other.read_text() == "years of work"
+
+
+@pytest.mark.server
+def test_a_server_started_with_calibrate_writes_the_profile_and_serves_on(tmp_path: Path) -> None:
+    profile, config = tmp_path / "profile.json", tmp_path / "echo.toml"
+    config.write_text(f'[estimator]\nprofile = "{profile}"\n')
+    args = (*CPU_ARGS, "--max-total-tokens", "20000", "--api-key", "secret")
+    calibrate = ("--calibrate", "--calibrate-seconds", "10")
+    with running_server(
+        demo_model("tiny"),
+        (*args, *calibrate),
+        config=config,
+        env={"OMP_NUM_THREADS": "1"},
+        log_path=tmp_path / "server.log",
+    ) as server:
+        deadline_s, seen = time.monotonic() + 600, ""
+        while not profile.exists():
+            assert server.process.poll() is None and time.monotonic() < deadline_s, server.log()
+            seen = seen or _arguments_of_calibration(server.process.pid)
+            time.sleep(0.2)
+        assert "--wait" in seen and "secret" not in seen
+        headers = {"Authorization": "Bearer secret"}
+        [replica] = httpx.get(f"{server.url}/echo/steps", headers=headers).json()["replicas"]
+        here = replica["server"]
+        stored = load_profile(profile, device=here["device"], model=here["model"])
+        assert stored.num_samples > 30
+        assert stored.host is not None and stored.host.intake_s > 0
+        assert "(best)" in server.log()
+
+
+def _arguments_of_calibration(launcher_pid: int) -> str:
+    children = [
+        child
+        for child in Path("/proc").glob("[0-9]*")
+        if f"PPid:\t{launcher_pid}\n" in _text(child / "status")
+    ]
+    arguments = [_text(child / "cmdline") for child in children]
+    return "".join(one for one in arguments if "\0calibrate\0" in one)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from echo_sgl.cli import app
 from echo_sgl.cli.url import ServerUrlError, server_root
-from echo_sgl.config import CONFIG_ENV
+from echo_sgl.config import CONFIG_ENV, DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
 
 COMMAND = (sys.executable, "-m", "echo_sgl.cli")
 
@@ -45,6 +45,8 @@ def test_the_commands_are_the_known_ones() -> None:
     assert {"echo-sgl serve", "echo-sgl stats", "echo-sgl doctor", "echo-sgl batch run"} <= set(
         COMMANDS
     )
+    actions = "submit list status watch cancel retry pause resume results"
+    assert {f"echo-sgl batch {action}" for action in actions.split()} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -88,6 +90,32 @@ def test_a_plugin_filter_that_leaves_echo_out_is_refused() -> None:
     result = run("serve", "--model-path", "x", SGLANG_PLUGINS="other")
     assert result.returncode == 2
     assert "add echo_sgl" in result.stderr
+
+
+def test_serve_refuses_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
+    config = tmp_path / "echo.toml"
+    config.write_text('[estimator]\nprofile = "/nowhere/profile.json"\n')
+    result = run("serve", "--config", config, "--model-path", "x")
+    assert result.returncode == 2
+    assert "profile /nowhere/profile.json cannot be read: No such file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ("", "--calibrate writes the profile that the config names, but"),
+        ("/nowhere/profile.json", "profile /nowhere/profile.json is in a folder that does not"),
+        (__file__, "It is left as it is; choose another file"),
+    ],
+)
+def test_serve_refuses_to_calibrate_without_a_place_for_the_profile(
+    tmp_path: Path, profile: str, message: str
+) -> None:
+    config = tmp_path / "echo.toml"
+    config.write_text(f'[estimator]\nprofile = "{profile}"\n')
+    result = run("serve", "--config", config, "--calibrate", "--model-path", "x")
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 @pytest.fixture
@@ -140,6 +168,37 @@ def test_serve_becomes_sglangs_command_with_all_other_arguments(
         "--config",
         "sglang.yaml",
     ]
+
+
+def test_serve_hands_the_batch_services_options_on(other_python: Path, tmp_path: Path) -> None:
+    names = (STATE_DIR_ENV, DATABASE_URL_ENV, KEYS_FILE_ENV)
+    script = other_python.with_name("sglang")
+    script.write_text(f"import os\nprint(*(os.environ.get(name) for name in {names}), sep='|')\n")
+    keys = tmp_path / "keys"
+    keys.write_text("ann a-key-of-enough-letters\n")
+    state = tmp_path / "state"
+    result = serve_with(other_python, "--echo-state-dir", state, "--echo-keys-file", keys)
+    assert result.stdout.strip().split("|") == [str(state), "None", str(keys)]
+    assert serve_with(other_python).stdout.strip() == "None|None|None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--echo-keys-file", "keys"), "switch it on with --echo-state-dir"),
+        (("--echo-database-url", "postgresql://h/d"), "switch it on with --echo-state-dir"),
+        (("--echo-state-dir", "/dev/null/state"), "cannot be written"),
+        (("--echo-state-dir", "s", "--echo-database-url", "x"), "not a URL of PostgreSQL"),
+        (("--echo-state-dir", "s", "--echo-keys-file", "none"), "keys file none cannot be read"),
+    ],
+)
+def test_serve_refuses_batch_options_that_do_not_work_before_the_server_starts(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("serve", *arguments, "--model-path", "m")
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(

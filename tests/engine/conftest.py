@@ -7,28 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.server import Server
-
-# SGLang checks after every step that free, cached and locked tokens add up to the pool.
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-COMMON_ARGS = (
-    "--enable-metrics",
-    "--enable-cache-report",
-    "--chunked-prefill-size",
-    "256",
-    "--max-total-tokens",
-    "8000",
-)
-
-
-@pytest.fixture
-def echo_server(server_for) -> Server:
-    return server_for((*COMMON_ARGS, "--max-running-requests", "16"), config="echo", env=STRICT)
-
-
-@pytest.fixture
-def stock_server(server_for) -> Server:
-    return server_for((*COMMON_ARGS, "--max-running-requests", "16"))
+from tests.engine.tight import TIGHT
+from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +31,8 @@ def write_config(tmp_path_factory):
         return path
 
     return write
+
+
+@pytest.fixture
+def tight_server(server_for, write_config):
+    return server_for((*COMMON_ARGS, *NAMED), config=str(write_config(**TIGHT)), env=STRICT)

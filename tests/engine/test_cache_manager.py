@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from eval.server import Server, ServerStartError
-from tests.engine.conftest import COMMON_ARGS, STRICT
-from tests.engine.test_scheduler import expected_texts, mixed_bodies
+from tests.engine.test_scheduler import mixed_bodies
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -23,10 +22,11 @@ from tests.engine.traffic import (
     until,
     wait_until,
 )
+from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 pytestmark = pytest.mark.server
 
-ARGS = (*COMMON_ARGS, "--max-running-requests", "16")
+ARGS = (*COMMON_ARGS, *NAMED)
 POOL_TOKENS = 8000
 
 
@@ -89,9 +89,9 @@ def reserving_server(server_for, write_config) -> Server:
 
 
 def test_outputs_depend_neither_on_the_order_of_eviction_nor_on_the_reserve(
-    reserving_server, stock_server
+    reserving_server, stock_texts
 ):
-    assert texts(run(reserving_server, mixed_bodies())) == expected_texts(stock_server)
+    assert texts(run(reserving_server, mixed_bodies())) == stock_texts(mixed_bodies())
     wait_until(lambda: is_idle(reserving_server), "the server is idle")
     wait_until(
         lambda: metric(reserving_server, "echo_sgl_cached_tokens", task="offline") > 0,

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from eval.server import Server
-from tests.engine.conftest import COMMON_ARGS, STRICT
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -22,6 +21,7 @@ from tests.engine.traffic import (
     until,
     wait_until,
 )
+from tests.servers import COMMON_ARGS, STRICT
 
 pytestmark = pytest.mark.server
 POOL_LIMIT = 5
@@ -124,11 +124,9 @@ def test_a_pooled_request_expires_as_a_queued_one_would(server_for, write_config
     assert metric(server, "echo_sgl_requests_total", outcome="expired", task="offline") == 1
 
 
-def test_a_shutdown_ends_pooled_requests_with_503_instead_of_draining_them(
-    server_for, write_config
-):
-    config = write_config(max_running_requests=1)
-    server = server_for((*ARGS, "--random-seed", "7"), config=config, env=STRICT)
+def test_a_shutdown_ends_pooled_requests_with_503_instead_of_draining_them(small_pool):
+    """The last test here: it ends the server."""
+    server = small_pool
 
     async def run() -> list[httpx.Response]:
         tasks = await fill(server, 4)

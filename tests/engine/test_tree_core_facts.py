@@ -112,7 +112,11 @@ class TreeFacts(RuleBasedStateMachine):
     @rule(prompt=pages, extra_key=extra_keys, user=tasks)
     def match(self, prompt: list[int], extra_key: str | None, user: Task) -> None:
         self.core.user = user
-        self.check_last_user(match(self.cache, self.tokens(prompt), extra_key), user)
+        req = SimpleNamespace(extra_key=extra_key, cache_salt=None)
+        expected = self.core.cached_tokens(req, array("q", self.tokens(prompt)))
+        result = match(self.cache, self.tokens(prompt), extra_key)
+        assert result.device_prefix_len == expected
+        self.check_last_user(result, user)
 
     @rule(prompt=pages)
     def lock(self, prompt: list[int]) -> None:
@@ -176,6 +180,9 @@ class TreeFacts(RuleBasedStateMachine):
     def every_evictable_leaf_stands_in_its_place(self) -> None:
         self.core.settle_all()
         leaves = {node.id: node for node in self.core.evictable_device_leaves}
+        assert [tokens for tokens, _ in self.core.next_victims()] == [
+            len(leaves[victim].key) for victim in self.core.order.victims()
+        ]
         victims = list(self.core.order.victims())
         assert sorted(victims) == sorted(leaves)
         assert all(not node.component_data[ComponentType.FULL].lock_ref for node in leaves.values())

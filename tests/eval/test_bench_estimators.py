@@ -19,5 +19,7 @@ def test_the_bench_measures_every_model_and_claims_no_stock_figure(
     names = [row["name"] for row in rows]
     for model in BATCH_TIME_MODELS:
         assert f"predict, {model}" in names
+        assert f"live: upper bound, {model}" in names
+        assert f"refit, {model}" in names
         assert f"fit of 2,000 steps, {model}" in names
     assert all(row["stock"] is None and row["ratio"] is None and row["ours"] > 0 for row in rows)

@@ -111,6 +111,26 @@ def test_a_text_set_gives_prefix_plus_suffix_with_the_recorded_answer_length(
     assert count_tokens(tokenizer, start) == 3
 
 
+def test_more_parts_of_a_document_make_a_longer_job_of_whole_parts(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    long, short = "one two three four five six seven eight", "one"
+    prefixes = [{"prefix_id": "l", "prefix": long}, {"prefix_id": "s", "prefix": short}]
+    requests = [
+        {"id": f"{name}0", "prefix_id": name, "suffix": "?", "out_tokens": 2} for name in "ls"
+    ]
+    files = text_set(tmp_path, prefixes, requests)
+    lines = text_set_lines(files, tokenizer, model="m", document_tokens=3, document_parts=99)
+    num_parts = count_tokens(tokenizer, long) // 3
+    assert [line["custom_id"] for line in lines] == ["l0", "s0"] + [
+        f"l0/{part}" for part in range(1, num_parts)
+    ]
+    longs = [line["body"]["prompt"].removesuffix("?") for line in lines if line is not lines[1]]
+    assert long.startswith("".join(longs)) and num_parts > 1
+    one = text_set_lines(files, tokenizer, model="m", document_tokens=3)
+    assert lines[:2] == one
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

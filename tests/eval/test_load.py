@@ -7,21 +7,17 @@ import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from echo_sgl.types import Task
-from eval.corun import empty_cache
+from eval.corun_phases import empty_cache
 from eval.load import Phase, Request, make_request
 from eval.records import Record, Status
 from eval.server import Server, free_port
 from eval.workloads.prompts import SyntheticText, load_tokenizer
-
-if TYPE_CHECKING:
-    from tests.conftest import ServerFactory
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT_TOKENS, SHARED_TOKENS, ANSWER_TOKENS = 120, 80, 12
@@ -34,10 +30,9 @@ def texts(tiny_model: Path) -> SyntheticText:
 
 
 @pytest.fixture
-def server(server_for: ServerFactory) -> Server:
-    server = server_for(("--enable-cache-report", "--enable-metrics"))
-    empty_cache(server)
-    return server
+def server(stock_server: Server) -> Server:
+    empty_cache(stock_server)
+    return stock_server
 
 
 def completion(

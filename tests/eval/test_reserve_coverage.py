@@ -23,7 +23,6 @@ from eval.reserve_coverage import (
     predictions,
 )
 from eval.workloads import DATA_DIR, WorkloadError
-from eval.workloads.mooncake import read_mooncake
 from eval.workloads.traces import Arrival
 
 SLOW = ServiceModel(prefill_tokens_per_s=100.0, tpot_s=0.5)
@@ -123,38 +122,6 @@ def test_a_trace_without_a_full_horizon_is_refused():
         coverage_row(np.ones(360), Says(1.0), horizon_s=300)
 
 
-def test_mooncake_milliseconds_become_seconds_and_more_keys_do_not_matter(tmp_path: Path) -> None:
-    extended = json.dumps({**json.loads(row(1500, 7, 9)), "hash_ids": [1, 2]})
-    path = write(tmp_path, row(0), "", extended)
-    assert read_mooncake(path) == [Arrival(0.0, 5, 3), Arrival(1.5, 7, 9)]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 is not a JSON object"),
-        (row(timestamp=-1), "line 2, key timestamp: -1"),
-        (row(input_length="9"), "line 2, key input_length: '9'"),
-        (row(output_length=True), "line 2, key output_length: True"),
-        (row(output_length=1.5), "line 2, key output_length: 1.5 is not a whole number"),
-        ('{"timestamp": 9}', "line 2, key input_length: None"),
-        (row(timestamp=3), "line 2: timestamp goes back"),
-    ],
-)
-def test_a_bad_mooncake_line_is_refused_with_its_number(
-    tmp_path: Path, line: str, said: str
-) -> None:
-    with pytest.raises(WorkloadError, match=r"trace\.jsonl") as caught:
-        read_mooncake(write(tmp_path, row(5), line))
-    assert said in str(caught.value)
-
-
-def test_an_empty_mooncake_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="holds no request"):
-        read_mooncake(write(tmp_path, ""))
-
-
 def test_a_run_leaves_config_figures_and_a_readable_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reserve_coverage, "RESULTS_DIR", tmp_path)
     trace = tmp_path / "made.jsonl.gz"
@@ -170,6 +137,15 @@ def test_a_run_leaves_config_figures_and_a_readable_table(tmp_path, monkeypatch,
     ]
     assert "| made | peak | 140 |" in (tmp_path / "tried" / "summary.md").read_text()
     assert "mean-std" in capsys.readouterr().out
+    curves = json.loads((tmp_path / "tried" / "curves.json").read_bytes())["made"]
+    assert {len(values) for values in curves.values()} == {500 // config["curve_step_s"]}
+    judged = [
+        (coming, predicted)
+        for coming, predicted in zip(curves["coming peak"], curves["peak predicted"], strict=True)
+        if None not in (coming, predicted)
+    ]
+    assert 5 <= len(judged) <= 10  # the last 300 s have no whole horizon ahead
+    assert curves["coming peak"][-1] is None and curves["use"][-1] > 0
 
 
 @pytest.mark.parametrize(

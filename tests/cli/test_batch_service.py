@@ -1,0 +1,171 @@
+"""`echo-sgl batch submit|list|status|watch|...` against a server with the batch service."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from eval.server import Server, free_port
+from tests.cli.conftest import StartCli
+from tests.cli.jobs import completion_line, names, run_cli, wait_until, write_job
+from tests.cli.stubs import StubServer
+
+MODEL = "stub"
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server whose model is made up; the batch service is the real one."""
+    folder = tmp_path_factory.mktemp("stub")
+    server = StubServer(folder, "--state-dir", str(folder / "state"))
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    lines = [completion_line(f"line-{index}", model=MODEL) for index in range(20)]
+    return write_job(tmp_path / "jobs.jsonl", lines)
+
+
+@pytest.fixture
+def slow_jobs(tmp_path: Path) -> Path:
+    lines = [completion_line(f"line-{index}", "slow", model=MODEL) for index in range(3)]
+    return write_job(tmp_path / "slow.jsonl", lines)
+
+
+def submit(stub: str, jobs: Path) -> str:
+    result = run_cli("batch", "submit", jobs, "--url", stub, "--window", "2h")
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_a_job_is_submitted_watched_and_fetched(stub: str, jobs: Path, tmp_path: Path) -> None:
+    batch_id = submit(stub, jobs)
+    assert batch_id.startswith("batch_")
+    watched = run_cli("batch", "watch", batch_id, "--url", stub, "--every", "0.1")
+    assert watched.returncode == 0, watched.stderr
+    assert "completed  20 of 20 lines" in watched.stderr
+    assert "hits 40.0%" in watched.stderr
+    output = tmp_path / "out.jsonl"
+    fetched = run_cli("batch", "results", batch_id, "-o", output, "--url", stub)
+    assert fetched.returncode == 0, fetched.stderr
+    assert sorted(names(output)) == sorted(f"line-{index}" for index in range(20))
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    shown = run_cli("batch", "status", batch_id, "--url", stub).stdout
+    assert "20 answered, 0 failed of 20" in shown
+    document = orjson.loads(run_cli("batch", "status", batch_id, "--url", stub, "--json").stdout)
+    assert document["completion_window"] == "2h"
+    assert batch_id in run_cli("batch", "list", "--url", stub).stdout
+    listed = orjson.loads(run_cli("batch", "list", "--url", stub, "--json").stdout)
+    assert batch_id in [item["id"] for item in listed["data"]]
+
+
+def test_a_batch_is_paused_resumed_cancelled_and_retried(stub: str, slow_jobs: Path) -> None:
+    batch_id = submit(stub, slow_jobs)
+    assert "(paused)" in run_cli("batch", "pause", batch_id, "--url", stub).stdout
+    assert "(paused)" not in run_cli("batch", "resume", batch_id, "--url", stub).stdout
+    early = run_cli("batch", "results", batch_id, "-o", slow_jobs.with_name("o"), "--url", stub)
+    assert early.returncode == 2
+    assert "wait for its end" in early.stderr
+    assert "cancel" in run_cli("batch", "cancel", batch_id, "--url", stub).stdout
+    watched = run_cli("batch", "watch", batch_id, "--url", stub, "--json", "--every", "0.1")
+    assert watched.returncode == 1
+    assert orjson.loads(watched.stdout.splitlines()[-1])["status"] == "cancelled"
+    assert "in_progress" in run_cli("batch", "retry", batch_id, "--url", stub).stdout
+    run_cli("batch", "cancel", batch_id, "--url", stub)
+
+
+def test_a_file_with_bad_lines_is_reported_by_status(stub: str, tmp_path: Path) -> None:
+    jobs = write_job(tmp_path / "bad.jsonl", [completion_line("a", model=MODEL), b"{"])
+    batch_id = submit(stub, jobs)
+    assert run_cli("batch", "watch", batch_id, "--url", stub, "--every", "0.1").returncode == 1
+    shown = run_cli("batch", "status", batch_id, "--url", stub).stdout
+    assert "line 2: the line is not valid JSON" in shown
+
+
+def test_run_hands_the_file_over_and_fetches_the_results(
+    stub: str, jobs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    command = ("batch", "run", "-i", jobs, "-o", output, "--url", stub, "--json")
+    result = run_cli(*command)
+    assert result.returncode == 0, result.stderr
+    summary = orjson.loads(result.stdout)
+    assert (summary["lines"], summary["ok"], summary["failed"]) == (20, 20, 0)
+    assert sorted(names(output)) == sorted(f"line-{index}" for index in range(20))
+    again = orjson.loads(run_cli(*command).stdout)
+    assert again["batch_id"] == summary["batch_id"]
+    anew = orjson.loads(run_cli(*command, "--overwrite").stdout)
+    assert anew["batch_id"] != summary["batch_id"]
+
+
+def test_run_that_is_interrupted_goes_on_with_the_same_batch(
+    stub: str, slow_jobs: Path, tmp_path: Path, cli: StartCli
+) -> None:
+    output = tmp_path / "out.jsonl"
+    process = cli("batch", "run", slow_jobs, "--output", output, "--url", stub)
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    assert "is submitted" in first
+    wait_until(lambda: "in_progress" in process.stderr.readline(), "it is watched")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert not output.exists()
+    batch_id = first.split()[1]
+    assert "cancel" in run_cli("batch", "cancel", batch_id, "--url", stub).stdout
+    wait_until(
+        lambda: "cancelled" in run_cli("batch", "status", batch_id, "--url", stub).stdout,
+        "it is cancelled",
+    )
+    second = cli("batch", "run", slow_jobs, "--output", output, "--url", stub)
+    assert second.stderr is not None
+    assert f"going on with {batch_id}" in second.stderr.readline()
+    run_cli("batch", "cancel", batch_id, "--url", stub)
+    assert second.wait(60) == 1
+
+
+def test_run_does_not_write_over_what_it_did_not_make(
+    stub: str, jobs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "precious.jsonl"
+    output.write_text("mine\n")
+    result = run_cli("batch", "run", jobs, "--output", output, "--url", stub)
+    assert result.returncode == 2
+    assert "holds data of something else" in result.stderr
+    assert output.read_text() == "mine\n"
+
+
+def test_run_sends_the_lines_itself_when_told_to(stub: str, jobs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    result = run_cli("batch", "run", jobs, "--output", output, "--url", stub, "--direct", "--json")
+    assert result.returncode == 0, result.stderr
+    assert "batch_id" not in orjson.loads(result.stdout)
+    assert len(names(output)) == 20
+
+
+def test_mistakes_end_with_code_2_and_say_what_to_do(stub: str, jobs: Path) -> None:
+    away = f"http://127.0.0.1:{free_port()}"
+    for arguments, message in (
+        (("list", "--url", away), "no server answers"),
+        (("submit", jobs, "--url", stub, "--window", "3d"), "allowed are 1h to 24h"),
+        (("submit", jobs, "--url", stub, "--metadata", "x"), "KEY=VALUE"),
+        (("submit", jobs.with_name("gone"), "--url", stub), "cannot be read"),
+        (("status", "batch_0", "--url", stub), "no batch has the id"),
+        (("run", "--url", stub), "name the job file"),
+    ):
+        result = run_cli("batch", *arguments)
+        assert result.returncode == 2, arguments
+        assert message in " ".join(result.stderr.split()), arguments
+
+
+@pytest.mark.server
+def test_a_server_without_the_service_is_named_as_such(server: Server, jobs: Path) -> None:
+    result = run_cli("batch", "submit", jobs, "--url", server.url)
+    assert result.returncode == 2
+    assert "has no batch service" in result.stderr

@@ -1,0 +1,184 @@
+"""`echo-sgl budget`: traces, presets and refusals alone, replays on a real server."""
+
+from __future__ import annotations
+
+import math
+import random
+import tomllib
+from array import array
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.cli.budget import evidence, refusal, write_preset
+from echo_sgl.cli.preset_file import preset_text
+from echo_sgl.cli.replay import Outcome, Replayer, ReplayError, read_job
+from echo_sgl.config import EchoConfig, load_config, parse_config, resolve_config_path
+from echo_sgl.estimators.budget import BudgetSearch, Measurement, Trial, parse_slo
+from echo_sgl.sim.trace_files import TraceFileError
+from echo_sgl.sim.workload import Trace
+from echo_sgl.types import Task
+from eval.server import Server
+from tests.cli.jobs import completion_line, run_cli, write_job
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319569,110,27
+2023-11-16 18:18:04.0319569,1,1
+"""
+UNSORTED = "t_s,context_tokens,generated_tokens\n1,2,2\n0,2,2\n"
+TARGETS = parse_slo("ttft_p99=1s,tpot_mean=50ms")
+
+
+def trace_file(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+# Jobs
+
+
+def test_a_bad_job_line_is_refused_by_its_number(tmp_path):
+    job = write_job(tmp_path / "job.jsonl", [completion_line("a"), b"{}"])
+    with pytest.raises(TraceFileError, match="line 2"):
+        read_job(job)
+    with pytest.raises(TraceFileError, match="is empty"):
+        read_job(trace_file(tmp_path, "", "none.jsonl"))
+
+
+# Statistics
+
+
+def test_statistics_are_those_asked_and_lost_answers_count_as_infinite():
+    outcome = Outcome([0.1, 0.2, 0.9, math.inf], [0.01, 0.03], 500)
+    wanted = parse_slo("ttft_p50=1s,ttft_p99=1s,tpot_mean=1s,tpot_p90=1s")
+    measured = outcome.measurement(wanted, seconds=10.0)
+    assert measured.values_s == {
+        "ttft_p50": 0.9,
+        "ttft_p99": math.inf,
+        "tpot_mean": 0.02,
+        "tpot_p90": 0.03,
+    }
+    assert (measured.num_requests, measured.offline_tokens_per_s) == (4, 50.0)
+
+
+def test_a_promise_that_no_request_can_show_is_refused():
+    with pytest.raises(ReplayError, match="tpot_mean has no values"):
+        Outcome([0.1], [], 0).measurement(TARGETS, 1.0)
+
+
+# Presets
+
+
+@given(
+    st.builds(
+        lambda name, share, seed, budget_s, switch: parse_config(
+            {
+                "estimator": {"profile": name},
+                "cache": {"protected_share": share},
+                "offline": {"seed": seed},
+                "steps": {"limit": "budget", "budget_s": budget_s, "park": switch},
+            }
+        ),
+        st.text(st.characters(exclude_categories=["Cs"])),
+        st.floats(0, 1),
+        st.integers(0, 2**31),
+        st.floats(0, 3600),
+        st.booleans(),
+    )
+)
+def test_a_preset_reads_back_as_the_config_that_it_was_written_from(config: EchoConfig):
+    assert parse_config(tomllib.loads(preset_text(config, ["a comment", ""]))) == config
+
+
+def search(budget_s: float | None, *loads: tuple[float, float]) -> BudgetSearch:
+    trials = tuple(
+        Trial(tried, (Measurement({"ttft_p99": load, "tpot_mean": 0.05 * load}, 9, 3.0),), load)
+        for tried, load in loads
+    )
+    return BudgetSearch(budget_s, TARGETS, trials)
+
+
+def test_the_preset_holds_the_budget_and_the_figures_it_rests_on(tmp_path):
+    found, path = search(0.02, (0.0, 0.5), (0.02, 0.8), (0.05, 1.5)), tmp_path / "mine.toml"
+    base = load_config(resolve_config_path("echo"))
+    write_preset(path, base, 0.02, list(evidence(found)))
+    stored = load_config(path)
+    assert (stored.steps.limit, stored.steps.budget_s) == ("budget", 0.02)
+    assert (stored.offline, stored.cache, stored.slo) == (base.offline, base.cache, base.slo)
+    rows = [line.split() for line in path.read_text().splitlines() if line.endswith("kept")]
+    assert rows[1] == ["#", "0.02", "1", "0.8", "0.04", "3", "kept"]
+    assert "broken" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (search(None, (0.0, 1.2)), "even without offline work"),
+        (search(None, (0.0, 0.9), (0.001, 1.2)), "not beside any"),
+        (search(None, (0.05, 1.2)), "stored budget of 0.05 s"),
+    ],
+)
+def test_a_budget_that_is_not_there_is_explained(found, message):
+    assert message in refusal(found, EchoConfig())
+
+
+# The command
+
+
+def test_bad_options_end_with_code_2_before_anything_is_sent(tmp_path):
+    trace = trace_file(tmp_path, AZURE)
+    unsorted = trace_file(tmp_path, UNSORTED, "unsorted.csv")
+    given = {"--slo": "ttft_p99=1s", "--trace": trace, "--output": tmp_path / "new.toml"}
+    for option, value, message in [
+        ("--slo", "ttft_p95=1s", "--slo: the SLO has a part 'ttft_p95=1s'"),
+        ("--trace", tmp_path / "none.csv", "cannot be read"),
+        ("--trace", unsorted, "line 3: t_s goes back by 1 s; sort"),
+        ("--output", tmp_path / "none" / "new.toml", "folder that does not exist"),
+    ]:
+        options = [part for pair in (given | {option: value}).items() for part in pair]
+        result = run_cli("budget", *options, "--url", "http://127.0.0.1:9")
+        assert result.returncode == 2, result.stderr
+        assert message in result.stderr
+    assert not (tmp_path / "new.toml").exists()
+
+
+def test_a_preset_without_a_budget_cannot_be_checked(tmp_path):
+    preset = trace_file(tmp_path, "[steps]\nlimit = 'off'\n", "p.toml")
+    options = ("--trace", trace_file(tmp_path, AZURE), "--output", preset, "--check")
+    result = run_cli("budget", "--slo", "ttft_p99=1s", *options)
+    assert result.returncode == 2
+    assert "steps.limit 'off', so there is no budget to check" in result.stderr
+
+
+@pytest.mark.server
+def test_a_replay_on_a_real_server_times_every_request(server: Server):
+    trace = Trace(
+        Task.ONLINE,
+        array("d", (0.2 * number for number in range(6))),
+        array("q", (30 + number for number in range(6))),
+        array("q", (1 + 3 * number for number in range(6))),
+    )
+    replayer = Replayer(server.url, None, trace, jobs=None, speed=2.0, rng=random.Random(0))
+    assert replayer.seconds == 1.0
+    measured = replayer.measure(0.0, parse_slo("ttft_mean=1s,ttft_p99=1s,tpot_p50=1s"))
+    values = measured.values_s
+    assert measured.num_requests == 6 and measured.offline_tokens_per_s == 0.0
+    assert 0 < values["ttft_mean"] <= values["ttft_p99"] < 60
+    assert 0 < values["tpot_p50"] < 60
+
+
+@pytest.mark.server
+def test_an_slo_that_the_idle_server_breaks_is_reported_with_its_figures(
+    server: Server, tmp_path: Path
+):
+    trace = trace_file(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,3\n0.5,40,2\n")
+    options = ("--url", server.url, "--trace", trace, "--output", tmp_path / "new.toml")
+    result = run_cli("budget", "--slo", "ttft_p99=1us,tpot_mean=1s", *options)
+    assert result.returncode == 1, result.stderr
+    assert "even without offline work" in result.stderr
+    assert "ttft_p99 <= 1e-06 s" in result.stdout and "broken" in result.stdout
+    assert not (tmp_path / "new.toml").exists()

@@ -1,0 +1,111 @@
+"""The simulator beside a real server: one small pair, compared in counts and not in times."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from echo_sgl.cli.calibration import Driver, fit_all
+from echo_sgl.config import load_config, resolve_config_path
+from echo_sgl.sim.server_config import ServerConfig
+from echo_sgl.types import Task
+from eval.ablation_arms import preset_arm
+from eval.arms import Arm
+from eval.corun_phases import empty_cache
+from eval.fidelity_replay import Prompts, bodies_of, replay
+from eval.load import Phase
+from eval.mix import Mix, online_body
+from eval.models import demo_model
+from eval.records import Record, Status
+from eval.server import Server
+from eval.workloads.jobs import batch_line, shuffled
+from eval.workloads.prompts import SyntheticText, load_tokenizer
+from eval.workloads.traces import Arrival
+
+NUM_DOCUMENTS, NUM_QUESTIONS, DOCUMENT_TOKENS = 15, 4, 1500
+LIMIT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(str(demo_model("tiny")))
+
+
+@pytest.fixture(scope="module")
+def mix(tokenizer: Any) -> Mix:
+    """Questions about documents that do not fit the pool together, a few people beside them."""
+    texts = SyntheticText(tokenizer, 0)
+    documents = [texts.text(number, DOCUMENT_TOKENS) for number in range(NUM_DOCUMENTS)]
+    job = [
+        batch_line(f"{number}/{question}", online_body(f"{document} {question} is asked", 8))
+        for number, document in enumerate(documents)
+        for question in range(NUM_QUESTIONS)
+    ]
+    arrivals = [Arrival(0.3 + 0.1 * number, 60 + 9 * number, 6) for number in range(12)]
+    bodies = [
+        online_body(texts.text(100 + number, one.prompt_tokens), one.output_tokens)
+        for number, one in enumerate(arrivals)
+    ]
+    return Mix(arrivals, [dict(body, model="tiny") for body in bodies], _named(shuffled(job, 0)))
+
+
+def _named(job: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line | {"body": line["body"] | {"model": "tiny"}} for line in job]
+
+
+async def play(server: Server, arm: Arm, mix: Mix) -> list[Record]:
+    phase, lines = Phase(server.url), mix.lines(arm, stream=False)
+    await asyncio.gather(
+        phase.closed_loop(lines, window=len(lines), limit_s=LIMIT_S),
+        phase.open_loop(mix.schedule(arm), limit_s=LIMIT_S),
+    )
+    return phase.records
+
+
+def num_steps(server: Server) -> int:
+    [replica] = httpx.get(f"{server.url}/echo/steps", timeout=30).json()["replicas"]
+    return int(replica["num_steps"])
+
+
+def hit_ratio(records: list[Record]) -> float:
+    mine = [one for one in records if one.task is Task.OFFLINE]
+    return sum(one.cached_tokens for one in mine) / sum(one.prompt_tokens for one in mine)
+
+
+def tokens_by_id(records: list[Record]) -> dict[str, tuple[int, int]]:
+    return {one.id: (one.prompt_tokens, one.completion_tokens) for one in records}
+
+
+@pytest.mark.server
+def test_what_a_server_did_is_what_its_simulated_twin_does(
+    server: Server, mix: Mix, tokenizer: Any
+) -> None:
+    driver = Driver(server.url, None, random.Random(0))
+    samples = driver.measure(5.0, on_wave=lambda share: None)
+    profile = fit_all(samples, driver.server, seed=0, host=driver.host_time()).profile()
+    assert profile.host is not None and profile.host.intake_s > 0
+    empty_cache(server)
+    before = num_steps(server)
+    real = asyncio.run(play(server, preset_arm("echo"), mix))
+    steps = num_steps(server) - before
+
+    config = ServerConfig(
+        device=profile.estimator,
+        kv_tokens=driver.server["max_total_tokens"],
+        echo=load_config(resolve_config_path("echo")),
+        max_running_requests=driver.server["max_running_requests"],
+        chunked_prefill_tokens=driver.server["chunked_prefill_tokens"],
+        host=profile.host,
+    )
+    sim, results = replay(config, real, Prompts(bodies_of(mix), tokenizer), end_s=math.inf)
+    assert {one.status for one in (*real, *sim)} == {Status.OK}
+    assert tokens_by_id(sim) == tokens_by_id(real)
+    # When requests arrive and how long steps take differs from run to run, so bounds are wide.
+    assert hit_ratio(real) > 0.5
+    assert hit_ratio(sim) == pytest.approx(hit_ratio(real), abs=0.15)
+    assert steps / 3 < results.num_steps < steps * 3

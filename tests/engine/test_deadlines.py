@@ -1,0 +1,107 @@
+"""How far a deadline is told apart, and what the rate is measured from."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from echo_sgl.config import CONFIG_ENV
+from echo_sgl.engine import settings
+from echo_sgl.engine.deadlines import WINDOW_PARTS, DeadlineWatch
+from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.policies.deadline_order import DeadlineOrder
+from echo_sgl.policies.offline_order import FcfsOrder
+
+
+@pytest.fixture(autouse=True)
+def active_config(tmp_path, monkeypatch):
+    path = tmp_path / "config.toml"
+    path.write_text("")
+    monkeypatch.setenv(CONFIG_ENV, str(path))
+    settings.active_config.cache_clear()
+    yield
+    settings.active_config.cache_clear()
+
+
+@pytest.fixture
+def order() -> DeadlineOrder:
+    return DeadlineOrder(FcfsOrder())
+
+
+@pytest.fixture
+def watch(order) -> DeadlineWatch:
+    return DeadlineWatch(order)
+
+
+def request(
+    rid: str = "a", *, arrival_s: float = 1000.0, deadline_s: float | None = None, outputs: int = 0
+) -> SimpleNamespace:
+    params = {"service_tier": "flex", "echo_arrival_s": arrival_s}
+    if deadline_s is not None:
+        params["deadline_s"] = deadline_s
+    prompt = array("q", range(100))
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids=prompt,
+        output_ids=array("q", range(outputs)),
+        seqlen=len(prompt) + outputs,
+        extra_key=None,
+        cache_salt=None,
+        sampling_params=SimpleNamespace(custom_params=params, max_new_tokens=50),
+    )
+
+
+def test_without_a_deadline_there_is_none(watch):
+    assert watch.terms(request()) == (None, 150)
+    assert math.isinf(watch.laxity_s(request(), now_s=0.0))
+
+
+@pytest.mark.parametrize("window_s", [1.0, 60.0, 3600.0, 86_400.0])
+def test_a_deadline_is_never_taken_for_later_nor_for_much_earlier(watch, window_s):
+    for arrival_s in (1000.0, 1000.3, 1234.5):
+        deadline_s, _ = watch.terms(request(arrival_s=arrival_s, deadline_s=window_s))
+        early_s = arrival_s + window_s - deadline_s
+        assert 0 <= early_s < max(1.0, window_s / WINDOW_PARTS)
+
+
+def test_lines_of_one_job_share_a_few_deadlines(watch):
+    """A dispatcher names what is left of the window, a little less for each line."""
+    deadlines = {
+        watch.terms(request(arrival_s=1000 + n, deadline_s=3600 - n + 0.01 * (n % 7)))[0]
+        for n in range(600)
+    }
+    assert len(deadlines) <= 2
+
+
+def test_an_answer_is_expected_to_be_as_long_as_others_were(watch):
+    for _ in range(3):
+        watch.note_end(request(outputs=10))
+    assert watch.terms(request())[1] == 110
+    watch.note_end(request(outputs=50))
+    assert 110 < watch.terms(request())[1] <= 150
+
+
+def test_a_job_that_would_be_late_goes_ahead(order, watch):
+    pool = OfflinePool(order, capacity=9)
+    plain, hurried = request("plain"), request("hurried", deadline_s=100.0)
+    for req in (plain, hurried):
+        deadline_s, work_tokens = watch.terms(req)
+        pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
+    for now_s in range(1000, 1010):
+        watch.advance(float(now_s), pool, is_running=True)
+    assert [req.rid for req in pool.upcoming(2)] == ["hurried", "plain"]
+    assert watch.laxity_s(hurried, 1010.0) < 0
+
+
+def test_a_job_with_time_enough_waits_its_turn(order, watch):
+    pool = OfflinePool(order, capacity=9)
+    for req in (request("plain"), request("easy", deadline_s=1000.0)):
+        deadline_s, work_tokens = watch.terms(req)
+        pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
+    for now_s in range(1000, 1010):
+        watch.note_end(request(outputs=10))
+        watch.advance(float(now_s), pool, is_running=True)
+    assert [req.rid for req in pool.upcoming(2)] == ["plain", "easy"]

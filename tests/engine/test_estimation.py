@@ -1,0 +1,135 @@
+"""The live estimator of a server: from its profile, from nothing, or refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from echo_sgl.batch_shape import StepKind
+from echo_sgl.config import CALIBRATE_ENV, FORCE_PROFILE_ENV, EchoConfig, parse_config
+from echo_sgl.engine.estimation import create_live_batch_time
+from echo_sgl.engine.server_facts import captured_batch_sizes
+from echo_sgl.errors import ConfigError
+from echo_sgl.estimators.profile import Profile, save_profile
+from eval.models import demo_model
+from eval.server import CPU_ARGS, ServerStartError, running_server
+from tests.estimators.steps import shape_of, true_model
+
+SERVER: dict[str, Any] = {
+    "device": "some device",
+    "model": "some model",
+    "transformer": None,
+    "captured_batch_sizes": [],
+}
+SIZES = {
+    "num_layers": 2,
+    "hidden": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate": 128,
+    "vocab": 500,
+    "dtype_bytes": 4,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A pooled model, measured on "some device" with "some model"."""
+    path = tmp_path / "profile.json"
+    save_profile(
+        Profile("some device", "some model", "0.5.23", "2026-01-31", 500, {}, true_model("pooled")),
+        path,
+    )
+    return path
+
+
+def config(**sections: dict[str, Any]) -> EchoConfig:
+    return parse_config(sections)
+
+
+def test_without_a_profile_the_named_model_waits_for_the_first_steps():
+    live = create_live_batch_time(config(estimator={"model": "bros"}), SERVER)
+    assert not live.is_ready
+    assert live.model.NAME == "bros"
+
+
+def test_the_profiles_model_takes_the_place_of_the_named_one(profile):
+    live = create_live_batch_time(
+        config(estimator={"model": "linear", "profile": str(profile), "quantile": 0.9}), SERVER
+    )
+    assert live.model.coefficients_ == true_model("pooled").coefficients_
+    assert live.quantile == 0.9
+
+
+def test_settings_of_the_config_reach_the_estimator(profile):
+    given = {"profile": str(profile), "error": 0.1, "refit_steps": 20, "stale_s": 5.0}
+    live, shape = create_live_batch_time(config(estimator=given), SERVER), shape_of([(0, 50)])
+    assert live.predict_s(shape) == pytest.approx(1.1 * true_model("pooled").predict_s(shape))
+    for _ in range(40):
+        live.observe(shape, 0.01, 1.0)
+    assert live.num_refusals == 2
+    assert live.evidence(StepKind.DECODE, 5.5) == "fresh"
+    assert live.evidence(StepKind.DECODE, 6.5) == "stale"
+
+
+@pytest.mark.parametrize("field", ["device", "model"])
+def test_a_profile_of_something_else_is_refused_unless_forced(profile, field, monkeypatch):
+    settings, other = config(estimator={"profile": str(profile)}), SERVER | {field: "another"}
+    with pytest.raises(ConfigError, match=f"{field} is 'some {field}'.*--force-profile"):
+        create_live_batch_time(settings, other)
+    monkeypatch.setenv(FORCE_PROFILE_ENV, "1")
+    assert create_live_batch_time(settings, other).is_ready
+
+
+def test_a_server_that_will_write_the_profile_starts_without_it(profile, monkeypatch):
+    monkeypatch.setenv(CALIBRATE_ENV, "60")
+    settings = config(estimator={"profile": str(profile), "model": "bros"})
+    live = create_live_batch_time(settings, SERVER | {"device": "another"})
+    assert live.model.NAME == "bros" and not live.is_ready
+
+
+def test_decode_graphs_of_this_start_pad_the_profiles_model(profile):
+    settings = config(estimator={"profile": str(profile)})
+    live = create_live_batch_time(settings, SERVER | {"captured_batch_sizes": [4, 8]})
+    three, four = (live.predict_s(shape_of([(0, 60)] * size)) for size in (3, 4))
+    assert live.model.captured_batch_sizes == (4, 8)
+    assert three == pytest.approx(four, rel=0.01)
+
+
+def test_a_promise_that_an_idle_server_breaks_is_refused_with_the_figure(profile):
+    settings = config(slo={"ttft_s": 1.0, "tpot_s": 1e-4}, estimator={"profile": str(profile)})
+    with pytest.raises(ConfigError, match=r"slo.tpot_s promises 0.0001 s, .* alone takes 0.0053 s"):
+        create_live_batch_time(settings, SERVER)
+
+
+def test_a_roofline_needs_sizes_that_the_model_tells():
+    settings = config(estimator={"model": "roofline"})
+    with pytest.raises(ConfigError, match=r"estimator.model is 'roofline'.*set .* pooled"):
+        create_live_batch_time(settings, SERVER)
+    live = create_live_batch_time(settings, SERVER | {"transformer": SIZES})
+    assert live.model.NAME == "roofline"
+
+
+@pytest.mark.parametrize(("captured", "read"), [([], []), ([8, 1, 4, 4], [1, 4, 8])])
+def test_captured_sizes_are_read_off_the_runner(captured, read):
+    """A stand-in: no machine of this suite captures graphs."""
+    assert captured_batch_sizes(SimpleNamespace(decode_cuda_graph_capture_bs=captured)) == read
+
+
+@pytest.mark.server
+def test_a_server_with_the_profile_of_another_machine_ends_and_says_why(profile, tmp_path):
+    settings = tmp_path / "echo.toml"
+    settings.write_text(f'[estimator]\nprofile = "{profile}"\n')
+    log_path = tmp_path / "server.log"
+    with (
+        pytest.raises(ServerStartError, match="the server ended"),
+        running_server(demo_model("tiny"), CPU_ARGS, config=settings, log_path=log_path),
+    ):
+        pass
+    log = log_path.read_text()
+    assert "device is 'some device' and this server's is" in log
+    assert "use the profile anyway with --force-profile" in log

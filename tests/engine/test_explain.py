@@ -1,0 +1,203 @@
+"""What a real server says of its requests and of its steps, and its budget set while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cli.jobs import run_cli
+from tests.cli.test_trace_events import check_format
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    documents,
+    is_idle,
+    metric,
+    post,
+    send_all,
+    until,
+    wait_until,
+)
+from tests.servers import COMMON_ARGS, NAMED, STRICT
+
+pytestmark = pytest.mark.server
+
+# Of 8,000 tokens offline requests may hold 2,000; they start in the order in which they came.
+CONFIG: dict[str, Any] = {
+    "offline": {"order": "fcfs"},
+    "reserve": {"predictor": "off", "min_tokens": 6000},
+    "steps": {"limit": "budget", "budget_s": 5.0},
+}
+TINY_BUDGET_S = 1e-6
+
+
+@pytest.fixture
+def server(server_for, write_config):
+    server = server_for((*COMMON_ARGS, *NAMED), config=str(write_config(**CONFIG)), env=STRICT)
+    wait_until(lambda: is_idle(server), "the server is idle")
+    yield server
+    post(server, "/abort_request", {"abort_all": True})
+
+
+def explained(server, rid: str) -> dict[str, Any]:
+    """The answer, empty while the request is not there."""
+    answer = httpx.get(f"{server.url}/echo/requests/{rid}", timeout=60)
+    return answer.json() if answer.status_code == 200 else {}
+
+
+def reason(server, rid: str) -> str | None:
+    return (explained(server, rid).get("held_back") or {}).get("reason")
+
+
+def set_budget(server, budget_s: object) -> httpx.Response:
+    return post(server, "/echo/budget", {"budget_s": budget_s})
+
+
+def abort(server) -> None:
+    post(server, "/abort_request", {"abort_all": True})
+
+
+def test_an_unknown_id_is_answered_with_404(server):
+    answer = httpx.get(f"{server.url}/echo/requests/nobody", timeout=60)
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert "no request 'nobody' is here" in error["message"]
+    assert (error["type"], error["param"], error["code"]) == ("not_found_error", "id", 404)
+
+
+def test_the_reserve_and_the_order_are_told_apart(server):
+    [large, *small] = documents(4, 1500, seed=31)
+    bodies = [completion(large, 4, rid="jobs/large", **FLEX)]
+    small_bodies = [
+        completion(text[:200], 4, rid=f"small-{number}", **FLEX)
+        for number, text in enumerate(small)
+    ]
+
+    async def run() -> None:
+        first = asyncio.create_task(send_all(server, bodies))
+        await until(lambda: reason(server, "jobs/large") == "reserve", "the large one waits")
+        others = asyncio.create_task(send_all(server, small_bodies))
+        await until(lambda: explained(server, "small-2") != {}, "the small ones wait")
+        facts = await asyncio.to_thread(explained, server, "jobs/large")
+        assert (facts["state"], facts["class"], facts["position"]) == ("pooled", "offline", "next")
+        held = facts["held_back"]
+        assert held["needed_tokens"] == facts["prompt_tokens"] > held["limit_tokens"] == 2000
+        behind = await asyncio.to_thread(explained, server, "small-0")
+        assert behind["position"] == "offered" and behind["num_pooled"] >= 2
+        assert behind["held_back"]["reason"] == "order" and behind["held_back"]["num_before"] >= 1
+        assert behind["held_back"]["first"]["reason"] == "reserve"
+        said = await asyncio.to_thread(run_cli, "explain", "jobs/large", "--url", server.url)
+        assert said.returncode == 0, said.stderr
+        assert "It waits for the reserve" in said.stdout and "of the 2,000" in said.stdout
+        await asyncio.to_thread(abort, server)
+        await first
+        await others
+
+    asyncio.run(run())
+    assert explained(server, "jobs/large") == {}
+
+
+def test_who_finds_no_memory_is_told_what_is_missing(server):
+    [long] = documents(1, 1500, seed=32)
+
+    async def run() -> None:
+        first = asyncio.create_task(send_all(server, [completion("on", 6000, rid="first")]))
+        await until(lambda: explained(server, "first").get("state") == "decoding", "it decodes")
+        second = asyncio.create_task(send_all(server, [completion(long, 4000, rid="second")]))
+        await until(lambda: reason(server, "second") == "memory", "no memory is left")
+        facts = await asyncio.to_thread(explained, server, "second")
+        assert (facts["state"], facts["class"], facts["position"]) == ("waiting", "online", "next")
+        held = facts["held_back"]
+        left = held["free_tokens"] + held["evictable_tokens"] - held["promised_tokens"]
+        assert held["needed_tokens"] > left
+        await asyncio.to_thread(abort, server)
+        await first
+        await second
+
+    asyncio.run(run())
+
+
+def test_a_pause_is_told_to_all(server):
+    async def run() -> None:
+        requests = asyncio.create_task(send_all(server, [completion("on", 2000, rid="paused")]))
+        await until(lambda: explained(server, "paused").get("state") == "decoding", "it decodes")
+        await asyncio.to_thread(post, server, "/pause_generation", {"mode": "in_place"})
+        assert await asyncio.to_thread(reason, server, "paused") == "paused"
+        await asyncio.to_thread(post, server, "/continue_generation", {})
+        await until(lambda: reason(server, "paused") is None, "it goes on")
+        await asyncio.to_thread(abort, server)
+        await requests
+
+    asyncio.run(run())
+
+
+def test_a_budget_set_while_it_runs_holds_offline_work_back(server):
+    learn(server)
+    assert set_budget(server, TINY_BUDGET_S).json() == {
+        "budget_s": TINY_BUDGET_S,
+        "num_replicas": 1,
+    }
+
+    async def run() -> None:
+        online = asyncio.create_task(send_all(server, [completion("on", 6000, rid="online")]))
+        await until(lambda: explained(server, "online").get("state") == "decoding", "it decodes")
+        offline = asyncio.create_task(
+            send_all(server, [completion("off " * 90, 4, rid="offline", **FLEX)])
+        )
+        await until(lambda: reason(server, "offline") == "limit", "no time is left")
+        held = (await asyncio.to_thread(explained, server, "offline"))["held_back"]
+        assert held["limit_s"] == TINY_BUDGET_S
+        assert held["smallest_chunk_s"] > held["room_s"]
+        # Given its time back, it runs beside the other.
+        assert (await asyncio.to_thread(set_budget, server, 5.0)).status_code == 200
+        [answer] = await offline
+        assert answer.status_code == 200
+        await asyncio.to_thread(abort, server)
+        await online
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("budget_s", [0, -1, "fast", None, 1e9])
+def test_what_is_no_budget_is_refused_and_changes_nothing(server, budget_s):
+    answer = set_budget(server, budget_s)
+    assert answer.status_code == 400
+    assert "allowed are seconds above 0 and up to 3600" in answer.json()["error"]["message"]
+
+
+def test_the_trace_has_predicted_and_true_times(server, tmp_path):
+    learn(server)
+    asyncio.run(send_all(server, [completion("a step", 8), completion("and one", 8, **FLEX)]))
+    wait_until(lambda: is_idle(server), "all steps are over")
+    [replica] = httpx.get(f"{server.url}/echo/trace?seconds=600", timeout=60).json()["replicas"]
+    steps = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
+    assert all(replica["now_s"] - 600 <= step["start_s"] <= replica["now_s"] for step in steps)
+    last = [step for step in steps if step["time_s"] is not None][-8:]
+    assert len(last) == 8
+    assert all(step["time_s"] > 0 and step["predicted_s"] > 0 for step in last)
+    assert all(step["num_evicted_tokens"] >= 0 and step["num_parks"] >= 0 for step in last)
+    path = tmp_path / "trace.json"
+    result = run_cli("trace", "--seconds", "600", "--output", path, "--url", server.url)
+    assert result.returncode == 0, result.stderr
+    check_format(json.loads(path.read_text()))
+    assert f"{num_measured(steps)} steps" in result.stderr
+
+
+def num_measured(steps: list[dict[str, Any]]) -> int:
+    return sum(step["time_s"] is not None for step in steps)
+
+
+def learn(server) -> None:
+    """Let the estimator see enough steps of each kind to be fitted."""
+    bodies = [completion(text, 30, **FLEX) for text in documents(8, 60, seed=22)]
+    wait_until(
+        lambda: (
+            {answer.status_code for answer in asyncio.run(send_all(server, bodies))} == {200}
+            and metric(server, "echo_sgl_step_time_refits_total") > 0
+        ),
+        "the estimator is fitted",
+    )

@@ -1,0 +1,129 @@
+"""Requests that end at every stage of their life leave nothing behind; strict memory check on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from eval.server import Server
+from tests.engine.tight import learn, num_running, online_bodies
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    documents,
+    is_idle,
+    metric,
+    pooled,
+    post,
+    send_all,
+    until,
+    wait_until,
+)
+
+pytestmark = pytest.mark.server
+VICTIM = "victim"
+
+
+def state(server: Server) -> str | None:
+    """Where the victim is; None when the scheduler does not know it."""
+    answer = httpx.get(f"{server.url}/echo/requests/{VICTIM}", timeout=30)
+    return str(answer.json()["state"]) if answer.status_code == 200 else None
+
+
+async def _stream(server: Server, body: dict[str, object]) -> None:
+    """Read an answer as it comes; cancelling this closes the connection."""
+    async with (
+        httpx.AsyncClient(timeout=600) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as got,
+    ):
+        async for _ in got.aiter_bytes():
+            pass
+
+
+async def _pooled(server: Server) -> list[asyncio.Task]:
+    """All slots are taken when the victim comes."""
+    crowd = [completion(f"crowd {number}", 450, **FLEX) for number in range(16)]
+    others = [asyncio.create_task(send_all(server, crowd))]
+    await until(lambda: num_running(server) == 16, "all slots are taken")
+    return others
+
+
+async def _parked(server: Server) -> list[asyncio.Task]:
+    """Online requests decode, which leave no time for an offline one."""
+    online = [{**body, "max_tokens": 600} for body in online_bodies()]
+    return [asyncio.create_task(send_all(server, online))]
+
+
+async def _alone(server: Server) -> list[asyncio.Task]:
+    return []
+
+
+# Stage, what runs beside the victim, the victim's prompt.
+STAGES: list[tuple[str, Callable[[Server], Awaitable[list[asyncio.Task]]], str]] = [
+    ("pooled", _pooled, "victim"),
+    ("prefilling", _alone, documents(1, 1500, seed=51)[0]),
+    ("decoding", _alone, "victim"),
+    ("parked", _parked, "victim"),
+]
+
+
+@pytest.mark.parametrize("leaves", ["abort", "disconnect"])
+@pytest.mark.parametrize(("stage", "company", "prompt"), STAGES, ids=[one[0] for one in STAGES])
+def test_a_request_that_ends_at_any_stage_leaves_nothing(
+    tight_server, stage, company, prompt, leaves
+):
+    learn(tight_server)
+    body = completion(prompt, 2000, rid=VICTIM, **FLEX)
+    first_is_victim = stage == "parked"
+
+    async def attempt() -> bool:
+        """Whether the victim was caught at that stage and made to leave there."""
+        if first_is_victim:
+            victim = asyncio.create_task(_stream(tight_server, body))
+            await until(lambda: victim.done() or state(tight_server) == "decoding", "it runs")
+            others = await company(tight_server)
+        else:
+            others = await company(tight_server)
+            victim = asyncio.create_task(_stream(tight_server, body))
+        caught = False
+        while not caught and not victim.done():
+            caught = await asyncio.to_thread(state, tight_server) == stage
+        if leaves == "abort":
+            await asyncio.to_thread(post, tight_server, "/abort_request", {"rid": VICTIM})
+        else:
+            victim.cancel()
+        with suppress(asyncio.CancelledError):
+            await victim
+        await until(lambda: state(tight_server) is None, "the scheduler has forgotten it")
+        await asyncio.to_thread(post, tight_server, "/abort_request", {"abort_all": True})
+        await asyncio.gather(*others)
+        return caught
+
+    # A stage may be over before it is seen.
+    caught = [asyncio.run(attempt())]
+    while not caught[-1] and len(caught) < 20:
+        httpx.post(f"{tight_server.url}/flush_cache", timeout=60)
+        caught.append(asyncio.run(attempt()))
+    assert caught[-1], f"never seen while {stage}"
+    wait_until(lambda: is_idle(tight_server) and pooled(tight_server) == 0, "all have ended")
+    wait_until(
+        lambda: httpx.post(f"{tight_server.url}/flush_cache").status_code == 200,
+        "nothing is held any more",
+    )
+    assert metric(tight_server, "echo_sgl_parked_requests", task="offline") == 0
+    answer = post(tight_server, "/v1/completions", completion("and it goes on", 2))
+    assert answer.status_code == 200
+
+
+def test_requests_larger_than_memory_fail_at_once_and_are_not_retried(tight_server):
+    """The KV pool has 8,000 tokens."""
+    huge = [" ".join(["word"] * 9000) + f" {number}" for number in range(3)]
+    answers = asyncio.run(send_all(tight_server, [completion(text, 4, **FLEX) for text in huge]))
+    assert {answer.status_code for answer in answers} == {400}
+    assert "tokens" in answers[0].text
+    assert pooled(tight_server) == 0
+    assert post(tight_server, "/v1/completions", completion("small", 2, **FLEX)).status_code == 200

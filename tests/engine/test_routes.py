@@ -1,0 +1,97 @@
+"""Echo's routes behind SGLang's own key check; the schedulers behind them are not asked here."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.utils.auth import add_api_key_middleware
+
+from echo_sgl.config import CONFIG_ENV
+from echo_sgl.engine import settings
+from echo_sgl.engine.questions import BUDGET_KEY, budget_problem, set_budget
+from echo_sgl.engine.routes import _router
+from echo_sgl.policies.online_attainment import BudgetController
+from echo_sgl.policies.step_limit import BudgetLimit, NoLimit, OnlineView
+
+ROUTES = [
+    ("GET", "/echo/steps"),
+    ("GET", "/echo/trace"),
+    ("GET", "/echo/recording"),
+    ("GET", "/echo/requests/abc"),
+    ("POST", "/echo/budget"),
+]
+KEY = {"Authorization": "Bearer secret"}
+BUSY = OnlineView(now_s=0.0, decode_due_s=1.0, first_due_s=1.0, alone_s=0.0, is_present=True)
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    path = tmp_path / "config.toml"
+    path.write_text('[steps]\nlimit = "relative"\n')
+    monkeypatch.setenv(CONFIG_ENV, str(path))
+    settings.active_config.cache_clear()
+    app = FastAPI()
+    app.include_router(_router(None))
+    add_api_key_middleware(app, api_key="secret", admin_api_key=None)
+    yield TestClient(app)
+    settings.active_config.cache_clear()
+
+
+def budget_limit() -> BudgetLimit:
+    controller = BudgetController(0.3, target=0.9, minimum_s=0.1, maximum_s=1.0)
+    return BudgetLimit(0.1, controller, adapts=True)
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_no_route_answers_without_the_key(client, method, path):
+    assert client.request(method, path).status_code == 401
+
+
+def test_a_budget_where_none_is_used_is_refused_with_what_to_do(client):
+    answer = client.post("/echo/budget", json={"budget_s": 0.1}, headers=KEY)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "budget_s" and error["code"] == 400
+    assert "steps.limit is 'relative'" in error["message"]
+
+
+def test_an_id_longer_than_any_is_unknown_and_nobody_is_asked(client):
+    answer = client.get(f"/echo/requests/{'x' * 600}", headers=KEY)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "1e9", "nan", "soon"])
+def test_a_trace_of_no_time_or_too_much_is_refused(client, seconds):
+    answer = client.get("/echo/trace", params={"seconds": seconds}, headers=KEY)
+    assert answer.status_code in (400, 422)  # SGLang's app makes it 400
+
+
+@pytest.mark.parametrize("given", [0, -1, 3601, float("nan"), float("inf"), True, "1", None, []])
+def test_only_seconds_above_zero_are_a_budget(given):
+    assert "allowed are seconds above 0" in (budget_problem("budget", given) or "")
+    assert (
+        not isinstance(given, float) or not set_budget(budget_limit(), {BUDGET_KEY: given}).updated
+    )
+
+
+def test_a_budget_that_was_set_stays_whatever_the_attainment():
+    limit = budget_limit()
+    assert set_budget(limit, {BUDGET_KEY: 0.02}).updated
+    for _ in range(100):
+        limit.note_request(False)
+    assert limit.limit_s(BUSY) == 0.02
+
+
+def test_other_limits_and_other_settings_are_left_alone():
+    assert not set_budget(NoLimit(0.1), {BUDGET_KEY: 0.02}).updated
+    assert set_budget(budget_limit(), {"max_micro_batch_size": 2}) is None
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["", "recording=short", f"recording={'A' * 32}", f"recording={'a' * 32}&after=1:x"],
+)
+def test_a_recording_names_itself_with_32_hex_digits_and_where_it_goes_on(client, query):
+    assert client.get(f"/echo/recording?{query}", headers=KEY).status_code == 422

@@ -1,0 +1,146 @@
+"""Steps held against a limit on a real server, SGLang's strict memory check on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.engine.tight import (
+    TIGHT,
+    learn,
+    num_running,
+    offline_bodies,
+    offline_then_online,
+    online_bodies,
+    parks,
+)
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    documents,
+    is_idle,
+    metric,
+    pooled,
+    post,
+    send_all,
+    texts,
+    until,
+    wait_until,
+)
+from tests.servers import COMMON_ARGS, NAMED, STRICT
+
+pytestmark = pytest.mark.server
+
+
+def test_parked_requests_answer_as_if_they_had_never_sat_out(tight_server, stock_texts):
+    learn(tight_server)
+    before = parks(tight_server)
+    answers = []
+    while parks(tight_server) == before:  # traffic may come too late to park anybody
+        answers = asyncio.run(offline_then_online(tight_server))
+    assert texts(answers) == stock_texts([*offline_bodies(), *online_bodies()])
+    wait_until(lambda: is_idle(tight_server), "the server is idle")
+    assert metric(tight_server, "echo_sgl_parked_requests", task="offline") == 0
+    assert metric(tight_server, "echo_sgl_retractions_total") == 0
+
+
+def test_abort_reaches_requests_that_sit_out(tight_server):
+    learn(tight_server)
+
+    async def run() -> list[httpx.Response]:
+        offline = asyncio.create_task(
+            send_all(tight_server, [{**body, "max_tokens": 400} for body in offline_bodies()])
+        )
+        await until(lambda: num_running(tight_server) > 0, "offline requests run")
+        online = asyncio.create_task(
+            send_all(tight_server, [{**body, "max_tokens": 600} for body in online_bodies()])
+        )
+        await until(
+            lambda: metric(tight_server, "echo_sgl_parked_requests", task="offline") > 0,
+            "somebody sits out",
+        )
+        post(tight_server, "/abort_request", {"abort_all": True})
+        return [*await offline, *await online]
+
+    answers = asyncio.run(run())
+    assert len(answers) == len(offline_bodies()) + len(online_bodies())
+    wait_until(
+        lambda: httpx.post(f"{tight_server.url}/flush_cache").status_code == 200,
+        "nothing is held any more",
+    )
+    assert metric(tight_server, "echo_sgl_parked_requests", task="offline") == 0
+
+
+def test_terms_that_are_too_strict_are_answered_with_400(tight_server):
+    headers = {"x-echo-ttft-s": "0.0001"}
+    body = completion("hello", 2)
+    answer = httpx.post(f"{tight_server.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    assert "ttft_s is 0.0001; allowed are seconds above 0, at least 0.001" in answer.text
+    headers = {"x-echo-ttft-s": "soon"}
+    answer = httpx.post(f"{tight_server.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    headers = {"x-echo-ttft-s": "30", "x-echo-tpot-s": "1"}
+    answer = httpx.post(f"{tight_server.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+
+
+def test_a_job_with_a_deadline_overtakes_one_without(tight_server):
+    """In order of arrival it would be last: others would all have left the pool."""
+    crowd = [completion(text, 40, **FLEX) for text in documents(120, 40, seed=31)]
+    hurried = completion("hurried", 4, **FLEX)
+
+    async def run() -> tuple[httpx.Response, int, list[httpx.Response]]:
+        others = asyncio.create_task(send_all(tight_server, crowd))
+        await until(lambda: pooled(tight_server) > 60, "a crowd waits")
+        async with httpx.AsyncClient(timeout=600) as client:
+            url = f"{tight_server.url}/v1/completions"
+            answer = await client.post(url, json=hurried, headers={"x-echo-deadline-s": "1"})
+        return answer, pooled(tight_server), await others
+
+    answer, num_waiting, others = asyncio.run(run())
+    assert answer.status_code == 200
+    assert num_waiting > 0
+    assert {other.status_code for other in others} == {200}
+
+
+def test_long_online_prompts_are_cut_one_after_the_other(tight_server, stock_texts):
+    """Beside online decodes that are late already, each gets the smallest chunk at a time."""
+    learn(tight_server)
+    short = [completion(f"short {number}", 400) for number in range(4)]
+    long = [completion(text, 4) for text in documents(4, 350, seed=41)]
+
+    async def run(server) -> list[httpx.Response]:
+        first = asyncio.create_task(send_all(server, short))
+        await until(lambda: num_running(server) > 0, "online requests decode")
+        return [*await send_all(server, long), *await first]
+
+    for _ in range(3):
+        answers = asyncio.run(run(tight_server))
+        assert {answer.status_code for answer in answers} == {200}
+    assert texts(answers) == stock_texts([*long, *short])
+
+
+@pytest.mark.parametrize("variant", [(), ("--enable-mixed-chunk", "--disable-overlap-schedule")])
+def test_ranks_decide_alike_through_a_thousand_steps(
+    server_for, write_config, stock_texts, tmp_path, variant
+):
+    """Clock, measured times and all that follows from them are rank 0's on both ranks."""
+    args = (*COMMON_ARGS, *NAMED, "--tp-size", "2", *variant)
+    config = str(write_config(**TIGHT, estimator={"refit_steps": 50}))
+    prefix = tmp_path / "decisions"
+    env = {**STRICT, "ECHO_SGL_DECISION_LOG": str(prefix)}
+
+    def decisions(rank: int) -> list[str]:
+        return (tmp_path / f"decisions.rank{rank}").read_text().splitlines()
+
+    with server_for.once(args, config=config, env=env) as server:
+        while len(decisions(0)) < 1000:
+            answers = asyncio.run(offline_then_online(server))
+            assert texts(answers) == stock_texts([*offline_bodies(), *online_bodies()])
+        wait_until(lambda: is_idle(server), "the server is idle")
+        wait_until(lambda: len(decisions(0)) == len(decisions(1)), "both ranks are done")
+        assert decisions(0) == decisions(1)
+        assert any(line.rpartition("|")[2].strip() for line in decisions(0)), "nobody ever sat out"

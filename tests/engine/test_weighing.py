@@ -1,0 +1,89 @@
+"""Who of the first in line is prefilled next, on a real tree."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from echo_sgl.engine.deadlines import DeadlineWatch
+from echo_sgl.engine.weighing import MAX_PASSED_OVER, Weighing
+from echo_sgl.policies.deadline_order import DeadlineOrder
+from echo_sgl.policies.offline_order import FcfsOrder
+
+
+class Clockwork:
+    """A millisecond for each new token."""
+
+    is_ready = True
+
+    @property
+    def upper(self):
+        return self
+
+    def predict_s(self, step):
+        return 0.001 * step.prefill_tokens
+
+
+class Core:
+    """What the tree knows, given."""
+
+    def __init__(self, cached, victims=()):
+        self._cached, self._victims = cached, victims
+
+    def cached_tokens(self, req, prompt):
+        return self._cached.get(req.rid, 0)
+
+    def next_victims(self):
+        return iter(self._victims)
+
+
+def request(rid, num_tokens=100):
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids=array("q", range(num_tokens)),
+        output_ids=array("q"),
+        seqlen=num_tokens,
+        sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=10),
+        echo_terms=SimpleNamespace(deadline_s=float("inf")),
+    )
+
+
+def reordered(requests, cached, *, num_candidates=4, is_ready=True):
+    estimator = Clockwork()
+    estimator.is_ready = is_ready
+    weighing = Weighing(
+        Core(cached),
+        SimpleNamespace(available_size=lambda: 10_000),
+        DeadlineWatch(DeadlineOrder(FcfsOrder())),
+        num_candidates,
+    )
+    planner = SimpleNamespace(estimator=estimator)
+    return [req.rid for req in weighing.reorder(requests, planner, now_s=0.0)]
+
+
+def test_a_cached_prompt_goes_before_one_that_is_not():
+    assert reordered([request("a"), request("b")], {"b": 90}) == ["b", "a"]
+
+
+def test_equal_ones_keep_their_order():
+    requests = [request(rid) for rid in "abcd"]
+    assert reordered(requests, {}) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("num_candidates", [1, 2])
+def test_only_the_first_few_are_weighed(num_candidates):
+    requests = [request("a"), request("b"), request("c")]
+    assert reordered(requests, {"c": 99}, num_candidates=num_candidates) == ["a", "b", "c"]
+
+
+def test_without_an_estimate_the_order_stays():
+    assert reordered([request("a"), request("b")], {"b": 90}, is_ready=False) == ["a", "b"]
+
+
+def test_nobody_is_passed_over_for_ever():
+    first, second = request("a"), request("b")
+    for _ in range(MAX_PASSED_OVER):
+        assert reordered([first, second], {"b": 90}) == ["b", "a"]
+    assert reordered([first, second], {"b": 90}) == ["a", "b"]

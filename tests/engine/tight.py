@@ -1,0 +1,63 @@
+"""A server whose steps are so short of time that offline decodes sit out beside online ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    documents,
+    metric,
+    pooled,
+    send_all,
+    until,
+    wait_until,
+)
+
+# Far less than any step takes: whatever is offline has to sit out beside online decodes.
+TIGHT = {"slo": {"ttft_s": 0.001, "tpot_s": 0.000001}, "offline": {"order": "fcfs"}}
+
+
+def offline_bodies() -> list[dict[str, object]]:
+    return [completion(text, 60, **FLEX) for text in documents(6, 60, seed=21)]
+
+
+def online_bodies() -> list[dict[str, object]]:
+    return [completion(f"online {number}", 40) for number in range(6)]
+
+
+def parks(server) -> float:
+    return metric(server, "echo_sgl_parks_total", task="offline")
+
+
+def learn(server) -> None:
+    """Let the estimator see enough steps of each kind to be fitted."""
+    alone = [completion(text, 30, **FLEX) for text in documents(8, 120, seed=22)]
+    wait_until(
+        lambda: (
+            {answer.status_code for answer in asyncio.run(send_all(server, alone))} == {200}
+            and metric(server, "echo_sgl_step_time_refits_total") > 0
+        ),
+        "the estimator is fitted",
+    )
+
+
+async def offline_then_online(server) -> list[httpx.Response]:
+    """Online requests that come while offline ones decode."""
+    offline = asyncio.create_task(send_all(server, offline_bodies()))
+    await until(
+        lambda: (
+            offline.done() or (num_running(server) > 0 and pooled(server) < len(offline_bodies()))
+        ),
+        "offline requests run, or did",
+    )
+    online = await send_all(server, online_bodies())
+    return [*await offline, *online]
+
+
+def num_running(server) -> int:
+    loads = httpx.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
+    return sum(load["num_running_reqs"] for load in loads)

@@ -1,0 +1,272 @@
+"""The ablation without a server: arms, options, loads, what is kept and gone on with, figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from echo_sgl.config import load_config, parse_config, resolve_config_path
+from echo_sgl.types import Task, task_of_service_tier
+from eval.ablation import in_order
+from eval.ablation_arms import ABLATION_ARMS, ERRORS, PRESETS, error_arm_name, with_promises
+from eval.ablation_figures import (
+    at_equal_attainment,
+    ceiling_figures,
+    reference_figures,
+    run_figures,
+    summarise,
+)
+from eval.ablation_load import build_mix, calibration_requests, calibration_window, in_flight
+from eval.ablation_options import AblationOptions, parse_options
+from eval.ablation_phases import ArmRun, longest_wait_s
+from eval.ablation_report import summary_markdown
+from eval.ablation_store import Store
+from eval.arms import ARMS
+from eval.cache_arms import with_config_file
+from eval.deadlines import deadlines_of
+from eval.slo import Slo
+from eval.workloads import WorkloadError
+from eval.workloads.prompts import count_tokens, load_tokenizer
+from tests.eval.test_summary import offline, online
+
+Tree = dict[str, Any]
+
+SLO = Slo(ttft_s=0.15, tpot_s=0.055)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """A request a second, whose lengths differ."""
+    path = tmp_path / "trace.csv"
+    rows = "".join(f"{second},{100 + second % 50},{8 + second % 4}\n" for second in range(400))
+    path.write_text("t_s,context_tokens,generated_tokens\n" + rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_arm_is_the_preset_with_the_promises(name: str, tmp_path: Path) -> None:
+    arm = with_promises(ABLATION_ARMS[name], SLO, {"estimator": {"quantile": 0.9}})
+    written = load_config(str(with_config_file(arm, tmp_path / "arm.toml").config))
+    preset = tomllib.loads(resolve_config_path(name).read_text())
+    estimator = preset.get("estimator", {}) | {"quantile": 0.9}
+    promises = preset.get("slo", {}) | {"ttft_s": 0.15, "tpot_s": 0.055}
+    assert written == parse_config(preset | {"slo": promises, "estimator": estimator})
+    assert task_of_service_tier(arm.offline_fields["service_tier"]) is Task.OFFLINE
+
+
+def test_stock_arms_are_those_of_the_corun_and_are_told_nothing() -> None:
+    for name in ("stock", "stock-priority"):
+        assert ABLATION_ARMS[name] == ARMS[name]
+        assert with_promises(ABLATION_ARMS[name], SLO, {"offline": {"order": "fcfs"}}) == ARMS[name]
+
+
+def test_error_arms_are_echo_but_for_the_error() -> None:
+    echo = ABLATION_ARMS["echo"].settings
+    for error in ERRORS:
+        settings = ABLATION_ARMS[error_arm_name(error)].settings
+        assert parse_config(settings).estimator.error == error
+        unchanged = {**settings, "estimator": {**settings["estimator"], "error": 0.0}}
+        assert parse_config(unchanged) == parse_config(echo)
+    assert [error_arm_name(error) for error in (-0.05, 0.0, 0.1)] == ["error-5", "error+0",
+                                                                      "error+10"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--workload", "chat"], "--workload is 'chat'; allowed are azure-qmsum, bursts-loogle"),
+        (["--arms", "stock,bs-x"], "unknown arm 'bs-x'; known are stock,"),
+        (["--slo-factor", "0.5"], "--slo-factor is '0.5'"),
+        (["--answer-lengths", "long"], "allowed are equal, lognormal"),
+        (["--settings", "steps.limit=fast"], "steps.limit is 'fast'; allowed are"),
+        (["--online-load", "0"], "--online-load is 0.0; it must be 0.001 or more"),
+        (["--name", "../x"], "--name is '../x'"),
+    ],
+)
+def test_a_wrong_option_ends_with_code_2_and_says_what_is_allowed(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(argv, "ablation")
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_arms_repetition_takes_about_two_and_a_half_minutes_by_default() -> None:
+    one, two = (AblationOptions(arms=arms, repetitions=1) for arms in ("echo", "echo,bs"))
+    assert two.estimate_s() - one.estimate_s() < 175
+    once = dataclasses.replace(one, repetitions=5, ceilings_once=True)
+    assert once.estimate_s() < dataclasses.replace(one, repetitions=5).estimate_s()
+
+
+def test_the_order_of_arms_alternates() -> None:
+    orders = [in_order(["a", "b", "c"], repetition) for repetition in (1, 2, 3)]
+    assert orders == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("workload", ["azure-qmsum", "bursts-loogle", "llm-d"])
+def test_online_requests_come_at_the_asked_share_of_the_saturation(
+    workload: str, trace: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.ablation_load._job", lambda *_: [])
+    options = AblationOptions(workload=workload, trace=trace, online_load=0.5, duration_s=40)
+    mix = build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=8.0)
+    assert 120 <= len(mix.arrivals) <= 205  # 160 expected, Poisson
+    assert all(0 <= one.at_s < 40 for one in mix.arrivals)
+    if workload == "llm-d":
+        assert {(one.prompt_tokens, one.output_tokens) for one in mix.arrivals} == {(128, 32)}
+
+
+def test_calibration_sends_the_workloads_lengths_and_texts_of_its_own(
+    trace: str, tiny_model: Path
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    options = AblationOptions(
+        workload="llm-d", trace=trace, calibration_requests=30, job_lines=50, duration_s=5
+    )
+    bodies = [orjson.loads(one.content) for one in calibration_requests(options, tokenizer)]
+    assert {count_tokens(tokenizer, body["prompt"]) for body in bodies} == {128}
+    assert {body["max_tokens"] for body in bodies} == {32}
+    mix = build_mix(options, tokenizer, saturation_rps=8.0)
+    prompts = [body["prompt"] for body in [*bodies, *mix.online_bodies]]
+    prompts += [line["body"]["prompt"] for line in mix.job]
+    assert len(set(prompts)) == len(prompts)
+    assert calibration_window(options) == 32
+    assert calibration_window(dataclasses.replace(options, max_running_requests=0)) == 256
+
+
+def test_llm_d_sends_three_jobs_of_different_windows_at_once(tiny_model: Path) -> None:
+    options = AblationOptions(workload="llm-d", answer_lengths="lognormal", job_lines=200,
+                              lead_s=10, duration_s=40)  # fmt: skip
+    mix = build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=3.0)
+    assert len(mix.job) == min(200, 3 * (10 + 40 + 15))
+    windows = {line["custom_id"].partition("/")[0]: deadlines_of([line]).popitem()[1]
+               for line in mix.job}  # fmt: skip
+    assert windows == {"job-0": 30.0, "job-1": 50.0, "job-2": 500.0}
+    assert len({line["body"]["max_tokens"] for line in mix.job}) > 10
+    assert in_flight(options, mix).window == len(mix.job)
+    other = dataclasses.replace(options, workload="azure-qmsum")
+    assert in_flight(other, mix) == other
+
+
+def test_what_was_measured_is_kept_and_gone_on_with(tmp_path: Path) -> None:
+    options = AblationOptions()
+    store = Store(tmp_path / "x", options)
+    store.write({"rps": 2.0}, "calibration")
+    store.write({"figures": {"a": 1}}, "bs", 2)
+    store.write({"figures": {"a": 3}}, "bs-e", 1)
+    more = dataclasses.replace(options, resume=True, repetitions=9, arms="stock")
+    again = Store(tmp_path / "x", more)
+    assert again.has("bs", 2) and not again.has("bs", 1) and not again.has("bs-e", 2)
+    assert again.read("calibration") == {"rps": 2.0}
+    assert again.runs(["bs", "bs-e", "bs-e-s"]) == {"bs": {2: {"a": 1}}, "bs-e": {1: {"a": 3}},
+                                                    "bs-e-s": {}}  # fmt: skip
+
+
+def test_results_are_never_replaced_nor_mixed_with_those_of_other_options(tmp_path: Path) -> None:
+    Store(tmp_path / "x", AblationOptions(duration_s=30))
+    store = Store(tmp_path / "x", AblationOptions())  # nothing was measured: no harm
+    store.write({"rps": 2.0}, "calibration")
+    with pytest.raises(WorkloadError, match="go on with --resume, give another --name"):
+        Store(tmp_path / "x", AblationOptions())
+    changed = AblationOptions(resume=True, duration_s=30)
+    with pytest.raises(WorkloadError, match=r"measured with --duration-s 40\.0, not 30"):
+        Store(tmp_path / "x", changed)
+
+
+WAITS = """# HELP echo_sgl_online_wait_seconds Waits.
+# TYPE echo_sgl_online_wait_seconds histogram
+echo_sgl_online_wait_seconds_bucket{{le="0.01"}} {a}
+echo_sgl_online_wait_seconds_bucket{{le="0.1"}} {b}
+echo_sgl_online_wait_seconds_bucket{{le="+Inf"}} {c}
+echo_sgl_online_wait_seconds_sum 1
+echo_sgl_online_wait_seconds_count {c}
+"""
+
+
+def test_the_longest_wait_is_that_of_the_phase_whatever_kind_of_metric_tells() -> None:
+    before, after = WAITS.format(a=1, b=1, c=2), WAITS.format(a=5, b=6, c=7)
+    assert longest_wait_s(before, after) == 0.1
+    assert longest_wait_s(before, before) == 0.0
+    gauge = "# TYPE echo_sgl_online_wait_seconds gauge\necho_sgl_online_wait_seconds 0.25\n"
+    assert longest_wait_s("", gauge) == 0.25
+    assert longest_wait_s("", "# TYPE other gauge\nother 3\n") is None
+
+
+def run_of(
+    *, slow: int = 0, slow_alone: int = 0, tokens: int = 100, parks: float | None = None
+) -> Tree:
+    """Ten online requests alone and together, some of them too slow; a hundred lines."""
+    late = {"first_token_s": 99.0, "last_token_s": 99.2}
+    alone = [online(number, **(late if number < slow_alone else {})) for number in range(10)]
+    mixed = [online(number, **(late if number < slow else {})) for number in range(10)]
+    lines = [offline(number, tokens=tokens) for number in range(100)]
+    counters = {} if parks is None else {"echo_sgl_parks_total{task=offline}": parks}
+    run = ArmRun(alone, lines, [*mixed, *lines], (20.0, 60.0), counters, 0.02)
+    stock = [online(n, first_token_s=n + 0.05, last_token_s=n + 0.2) for n in range(10)]
+    reference = reference_figures(stock, SLO)
+    return run_figures(run, SLO, ceiling=ceiling_figures(lines), reference=reference, deadlines={})
+
+
+def test_a_runs_figures_compare_with_alone_and_with_the_stock_server() -> None:
+    tree = run_of(slow=1, parks=7.0)
+    assert tree["attainment"] == {"alone": 1.0, "together": 0.9, "of_alone": 0.9}
+    assert tree["vs_alone"]["ttft_ms_p50"] == pytest.approx(1.0)
+    assert tree["vs_stock_alone"]["ttft_ms_p50"] == pytest.approx(2.0)
+    assert tree["harvest_of_ceiling"] == pytest.approx(1.0)
+    assert (tree["parks"], tree["retractions"]) == (7.0, None)
+
+
+def test_a_server_that_was_disturbed_alone_does_not_make_attainment_look_good() -> None:
+    tree = run_of(slow=4, slow_alone=7)
+    assert tree["attainment"] == {"alone": 0.3, "together": 0.6, "of_alone": 0.6}
+    assert at_equal_attainment([tree]) == {"runs": 0}
+
+
+def test_arms_are_compared_at_equal_attainment() -> None:
+    kept, missed = run_of(tokens=300), run_of(slow=1, tokens=900)
+    equal = at_equal_attainment([kept, missed])
+    assert equal["runs"] == 1
+    assert equal["harvest_tokens_per_s"]["max"] == kept["harvest_tokens_per_s"]
+    assert at_equal_attainment([missed]) == {"runs": 0}
+
+
+def test_the_ratio_to_the_base_arm_pairs_repetitions() -> None:
+    runs = {
+        "stock-priority": {1: run_of(tokens=100), 3: run_of(tokens=200)},
+        "echo": {1: run_of(tokens=300), 2: run_of(tokens=999), 3: run_of(tokens=600)},
+        "bs": {},
+    }
+    summary = summarise(runs)
+    assert list(summary) == ["stock-priority", "echo"]
+    assert summary["echo"]["vs_base"]["median"] == pytest.approx(3.0)
+    assert summary["echo"]["repetitions"] == 3
+    alone = summarise({"echo": runs["echo"]})
+    assert alone["echo"]["vs_base"]["median"] is None
+
+
+def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> None:
+    runs = {
+        "stock-priority": {1: run_of(slow=5, tokens=100)},
+        "echo": {1: run_of(tokens=300, parks=4.0), 2: run_of(tokens=300, parks=6.0)},
+    }
+    config = {
+        "name": "x", "command": "python -m eval.ablation --name x", "machine": "a machine",
+        "date": "2026-01-01", "sglang": "0", "torch": "0", "python": "0",
+        "options": dataclasses.asdict(AblationOptions(name="x")), "saturation_rps": 8.0,
+        "slo_factors": (1.5, 1.5), "slos": [dataclasses.asdict(SLO)], "offline": {"lines": 100},
+        "online": {"requests": 10, "prompt_tokens": 400, "output_tokens": 50},
+        "failures": ["bros 1: the server ended"],
+    }  # fmt: skip
+    text = summary_markdown(config, summarise(runs))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert "NOT MEASURED: bros 1: the server ended" in text
+    assert ["stock-priority", "0 of 1", "does not reach it", "-", "-"] in rows
+    assert ["echo", "2 of 2", "always", "300", "100.0%"] in rows
+    assert ["echo", "2", "100.0%", "100.0%", "2.00x", "1.33x", "100.0%", "300", "3.00x"] in rows
+    assert ["echo", "-", "5 [4-6]", "-", "100", "20", "0", "0"] in rows

@@ -1,0 +1,49 @@
+"""The ablation on real servers: one short run, which is then gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import orjson
+import pytest
+
+from echo_sgl.config import load_config
+from eval.ablation import Ablation
+from eval.ablation_options import AblationOptions
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+
+@pytest.fixture
+def options() -> AblationOptions:
+    """Seconds of llm-d's pattern, which needs no data set; few lines, so that some are done."""
+    return AblationOptions(
+        name="test", workload="llm-d", arms="stock", model="tiny", repetitions=1,
+        length_scale=0.0625, job_lines=20, online_load=0.2, duration_s=6, phase_s=2, lead_s=3,
+        drain_s=60, ceiling_s=5, calibrate_s=20, calibration_requests=60,
+    )  # fmt: skip
+
+
+def test_a_run_measures_every_arm_once_and_goes_on_where_it_ended(
+    options: AblationOptions, tmp_path: Path
+) -> None:
+    Ablation(options, "first", results_dir=tmp_path).run()
+    folder = tmp_path / "ablation-test"
+    before = {path: path.stat().st_mtime_ns for path in (folder / "raw").iterdir()}
+
+    resumed = dataclasses.replace(options, resume=True, arms="bs,stock")
+    second = Ablation(resumed, "second", results_dir=tmp_path)
+    second.run()
+    assert second.failures == []
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    summary = orjson.loads((folder / "summary.json").read_bytes())["arms"]
+    assert list(summary) == ["bs", "stock"]
+    for tree in summary.values():
+        # The deadlines in the lines' bodies are taken by stock servers too.
+        assert tree["online_together"]["error"]["max"] == 0
+        assert tree["offline_together"]["error"]["max"] == 0
+        assert tree["offline_together"]["ok"]["min"] > 0
+    promised = load_config(folder / "configs" / "bs-1.toml").slo
+    assert promised.ttft_s > 0 and promised.tpot_s > 0
+    assert summary["bs"]["retractions"]["median"] is not None

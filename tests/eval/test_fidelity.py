@@ -1,0 +1,178 @@
+"""The fidelity harness without a server: what is replayed, compared, blamed and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from echo_sgl.batch_shape import BatchRow, StepKind
+from echo_sgl.estimators.batch_time import create_batch_time
+from echo_sgl.estimators.held_out import StepError
+from echo_sgl.estimators.host_time import HostTime
+from echo_sgl.estimators.profile import Profile
+from echo_sgl.types import Task
+from eval.ablation_options import AblationOptions
+from eval.fidelity import check_load, given_load, stored_options
+from eval.fidelity_replay import Prompts, noise_of, replay
+from eval.fidelity_report import Row, cause_of, markdown, rows_of_phase, step_evidence
+from eval.records import Record, Status
+from eval.workloads import WorkloadError
+from tests.sim.workloads import COEFFICIENTS, device, server
+
+
+class Words:
+    """A tokenizer with one token for each word."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids: object, /) -> str:
+        raise NotImplementedError
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def text(start: int, num_tokens: int) -> str:
+    return " ".join(str(start + index) for index in range(num_tokens))
+
+
+BODIES = {
+    "online-0": {"prompt": text(10_000, 40), "max_tokens": 5},
+    "a": {"prompt": text(0, 300) + " 7", "max_tokens": 4},
+    "b": {"prompt": text(0, 300) + " 8", "max_tokens": 4},
+}
+
+
+def record(name: str, sent_s: float, *, end_s: float = 2.0) -> Record:
+    task = Task.ONLINE if name.startswith("online") else Task.OFFLINE
+    one = Record(name, task, sent_s - 0.001, sent_s=sent_s)
+    one.prompt_tokens = len(str(BODIES[name]["prompt"]).split())
+    one.completion_tokens = int(str(BODIES[name]["max_tokens"]))
+    one.end(Status.OK, end_s)
+    return one
+
+
+def profile(**changes: object) -> Profile:
+    estimator = create_batch_time("pooled").with_coefficients(COEFFICIENTS)
+    plain = Profile("d", "m", "0.5.23", "2026-11-21", 10, {}, estimator)
+    return dataclasses.replace(plain, **changes)
+
+
+def test_a_replay_has_the_same_requests_with_the_hits_of_their_real_tokens() -> None:
+    real = [record("a", 0.0), record("online-0", 0.5), record("b", 1.0)]
+    sim, results = replay(server(), real, Prompts(BODIES, Words()))
+    by_id = {one.id: one for one in sim}
+    assert set(by_id) == set(BODIES)
+    assert by_id["b"].cached_tokens == 300
+    assert by_id["a"].cached_tokens == by_id["online-0"].cached_tokens == 0
+    assert by_id["online-0"].completion_tokens == 5
+    assert by_id["online-0"].scheduled_s == pytest.approx(0.499)
+    ttft_s = by_id["online-0"].ttft_s
+    assert ttft_s is not None and ttft_s > 0.001
+    assert results.online_done == 1 and results.offline_done == 2
+
+
+def test_what_the_simulation_does_not_answer_in_time_is_given_up_as_in_the_real_phase() -> None:
+    real = [record("a", 0.0, end_s=0.01)]
+    sim, _ = replay(server(), real, Prompts(BODIES, Words()))
+    assert [(one.status, one.end_s) for one in sim] == [(Status.CANCELLED, 0.01)]
+
+
+def test_prompts_that_the_server_counted_otherwise_are_refused() -> None:
+    real = record("a", 0.0)
+    real.prompt_tokens = 17
+    with pytest.raises(WorkloadError, match="a has 301 tokens here and had 17 on the server"):
+        replay(server(), [real], Prompts(BODIES, Words()))
+
+
+def answered(ttft_s: float, gap_s: float, count: int) -> list[Record]:
+    made = []
+    for number in range(count):
+        one = Record(f"online-{number}", Task.ONLINE, float(number), sent_s=float(number))
+        one.first_token_s = number + ttft_s
+        one.last_token_s = one.first_token_s + 9 * gap_s
+        one.prompt_tokens, one.completion_tokens = 100, 10
+        one.end(Status.OK, one.last_token_s)
+        made.append(one)
+    return made
+
+
+def test_rows_are_kept_within_their_bound_and_bad_ones_have_a_cause() -> None:
+    real, sim = answered(0.1, 0.010, 20), answered(0.115, 0.0105, 20)
+    rows = {one.figure: one for one in rows_of_phase("echo", "online-alone", real, sim)}
+    assert set(rows) == {"TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms"}
+    assert rows["TTFT p50 ms"].difference == pytest.approx(0.15)
+    assert rows["TTFT p50 ms"].is_kept is False
+    assert rows["TTFT p99 ms"].is_kept is True
+    assert cause_of(rows["TTFT p99 ms"], None) == ""
+    assert "no steps were kept" in cause_of(rows["TTFT p50 ms"], None)
+    slow = {"device_over_profile": 0.8}
+    assert cause_of(rows["TTFT p50 ms"], slow) == "steps took 0.80 x what the profile says"
+    assert "differ" in cause_of(rows["TTFT p50 ms"], {"device_over_profile": 1.01})
+
+
+def test_a_figure_that_one_side_lacks_is_neither_kept_nor_broken() -> None:
+    row = Row("echo", "together", Task.ONLINE, "TPOT p50 ms", None, 3.0, 0.1)
+    assert row.difference is None and row.is_kept is None
+    assert cause_of(row, None) == ""
+
+
+def test_evidence_compares_the_steps_with_their_profile() -> None:
+    row = BatchRow(0, 0, 0, 0, 4, 400, 100)
+    time_s = device().predict_s(row)
+    note = {**row._asdict(), "start_s": 0.0, "time_s": 2 * time_s}
+    after = {**note, "start_s": 2 * time_s + 0.004}
+    host = HostTime(step_s=0.002, request_s=0.0005, intake_s=0.0)
+    evidence = step_evidence(profile(host=host), [note, after])
+    assert evidence["device_over_profile"] == pytest.approx(2.0)
+    assert evidence["decode_over_profile"] == pytest.approx(2.0)
+    assert evidence["mixed_over_profile"] is None
+    assert evidence["host_over_profile"] == pytest.approx(1.0)
+
+
+def test_scatter_comes_from_the_errors_on_held_out_steps() -> None:
+    errors = {
+        StepKind.DECODE: StepError(num_steps=30, mape=0.08, p95=0.2, bias=0.0),
+        StepKind.MIXED: StepError(num_steps=10, mape=0.16, p95=0.3, bias=0.0),
+    }
+    assert noise_of(profile(errors=errors)) == pytest.approx(0.1 * 1.2533, rel=1e-3)
+    assert noise_of(profile()) == 0.0
+
+
+def test_the_summary_shows_bad_rows_with_their_cause() -> None:
+    config = {
+        "command": "run", "machine": "m", "date": "d", "sglang": "s",
+        "options": {"workload": "w", "model": "tiny"},
+        "online": {"requests": 1}, "offline": {"lines": 2},
+    }  # fmt: skip
+    bad = Row("echo", "together", Task.OFFLINE, "tokens/s", 1000.0, 1200.0, 0.05)
+    page = markdown(config, [bad], {})
+    assert "kept: 0 of 1" in page
+    assert "| echo | together | offline | tokens/s | 1,000 | 1,200 | +20.0% | 5% | no |" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"arms": "echo,stock,stock-priority"}, "stock, stock-priority are stock schedulers"),
+        ({"arms": "echo", "workload": "llm-d"}, "windows of their own"),
+    ],
+)
+def test_what_the_simulator_does_not_play_is_refused_by_name(
+    options: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(WorkloadError, match=problem):
+        check_load(AblationOptions(**options))
+
+
+def test_a_load_that_is_none_is_refused_and_so_is_an_empty_folder(tmp_path: Path) -> None:
+    assert given_load(0.0, "") is None
+    given = given_load(2.0, "1.5,0.15")
+    assert given is not None and (given.slo.ttft_s, given.slo.tpot_s) == (1.5, 0.15)
+    with pytest.raises(WorkloadError, match=r"--promise '1\.5'"):
+        given_load(2.0, "1.5")
+    with pytest.raises(WorkloadError, match="holds no results"):
+        stored_options(tmp_path, "echo")

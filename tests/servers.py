@@ -1,0 +1,99 @@
+"""Real servers for the whole suite: a start costs half a minute of both cores, so few are made."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from echo_sgl.cpu import activate
+from eval.models import demo_model
+from eval.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
+
+# SGLang checks after every step that free, cached and locked tokens add up to the pool.
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+COMMON_ARGS = (
+    "--enable-metrics",
+    "--enable-cache-report",
+    "--chunked-prefill-size",
+    "256",
+    "--max-total-tokens",
+    "8000",
+)
+NAMED = ("--served-model-name", "tiny", "--max-running-requests", "16")
+LOGS_DIR = Path(__file__).resolve().parent.parent / "build" / "logs"
+# 2.6 GiB each, and two workers may each have their own.
+_USUAL_SERVERS = "2" if "PYTEST_XDIST_WORKER" in os.environ else "3"
+MAX_ALIVE_SERVERS = int(os.environ.get("ECHO_TEST_MAX_SERVERS", _USUAL_SERVERS))
+# An idle scheduler polls at full speed: one that waits its turn would take half of the machine.
+POOL_ARGS = ("--max-total-tokens", "40000", "--random-seed", "0", "--sleep-on-idle")
+
+
+class ServerPool:
+    """Ready servers: equal arguments give the same one, the least recently used one ends first."""
+
+    def __init__(self, max_alive: int) -> None:
+        self._alive: OrderedDict[object, Server] = OrderedDict()
+        self._max_alive = max_alive
+        self._started = 0
+
+    def __call__(
+        self,
+        args: tuple[str, ...] = (),
+        config: Path | str | None = None,
+        env: Mapping[str, str] | None = None,
+        model: Path | None = None,
+    ) -> Server:
+        model = model or demo_model("tiny")
+        key = (args, str(config), tuple(sorted((env or {}).items())), model)
+        server = self._alive.pop(key, None)
+        if server is not None and server.process.poll() is not None:
+            stop_server(server)
+            server = None
+        if server is None:
+            self.shrink(self._max_alive - 1)
+            server = self._start(model, args, config, env)
+        self._alive[key] = server
+        return server
+
+    @contextmanager
+    def once(
+        self,
+        args: tuple[str, ...],
+        config: Path | str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Iterator[Server]:
+        """A server for one test: several ranks or replicas take a core even while idle."""
+        self.shrink(self._max_alive - 1)
+        server = self._start(demo_model("tiny"), args, config, env)
+        try:
+            yield server
+        finally:
+            stop_server(server)
+
+    def shrink(self, num_left: int) -> None:
+        while len(self._alive) > num_left:
+            stop_server(self._alive.popitem(last=False)[1])
+
+    def _start(
+        self,
+        model: Path,
+        args: tuple[str, ...],
+        config: Path | str | None,
+        env: Mapping[str, str] | None,
+    ) -> Server:
+        self._started += 1
+        log_path = LOGS_DIR / f"test-{os.getpid()}-{self._started}.log"
+        device_args = CPU_ARGS if activate() else CPU_ARGS[2:]
+        all_args = (*device_args, *POOL_ARGS, *args)  # the last of two equal options holds
+        # One thread is as fast for a tiny model, and leaves a core to whoever asks.
+        env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        server = start_server(model, all_args, config=config, env=env, log_path=log_path)
+        try:
+            wait_ready(server)
+        except BaseException:
+            stop_server(server)
+            raise
+        return server
