@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 MODEL ?=
 
-.PHONY: install demo test lint bench wheel clean
+.PHONY: install demo test lint bench report wheel clean
 
 install: $(VENV)/.installed
 
@@ -24,7 +24,7 @@ demo: install
 	$(BIN)/python -m eval.demo $(if $(MODEL),--model $(MODEL))
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .
@@ -34,23 +34,29 @@ lint: install
 bench: install
 	$(BIN)/python -m eval.bench
 
+report: install
+	$(BIN)/python -m eval.report_page
+
 # A package that pyproject.toml forgets is missing only from the wheel.
 wheel: install
 	rm -rf build/wheel build/lib build/bdist.*
 	$(BIN)/python -m build --wheel --outdir build/wheel . >/dev/null
 	$(BIN)/python -m zipfile -e build/wheel/*.whl build/wheel/unpacked
-	cd build/wheel && PYTHONPATH=unpacked ../../$(BIN)/python -P -c "$$WHEEL_CHECK"
+	cd build/wheel && PRESETS="$(basename $(notdir $(wildcard configs/*.toml)))" PYTHONPATH=unpacked \
+	    ../../$(BIN)/python -P -c "$$WHEEL_CHECK"
 
 define WHEEL_CHECK
-import importlib, pathlib, pkgutil, echo_sgl
+import importlib, os, pathlib, pkgutil, echo_sgl
 root = pathlib.Path(echo_sgl.__file__).parent
 assert root.parent.name == "unpacked", f"imported from {root}"
-heavy = ("echo_sgl.engine.", "echo_sgl.cpu.", "echo_sgl.cli.__main__")
+heavy = ("echo_sgl.engine.", "echo_sgl.cpu.", "echo_sgl.cli.__main__", "echo_sgl.batches.store.migrations.env")
 names = [m.name for m in pkgutil.walk_packages([str(root)], "echo_sgl.")]
 for name in names:
     name.startswith(heavy) or importlib.import_module(name)
 from echo_sgl.config import preset_names
-assert "echo" in preset_names(), "configs are not in the wheel"
+assert preset_names() == sorted(os.environ["PRESETS"].split()), "presets are not in the wheel"
+grafana = sorted(path.name for path in (root / "configs" / "grafana").iterdir())
+assert grafana == ["alerts.yml", "echo.json"], f"in the wheel's grafana folder: {grafana}"
 print(f"wheel: {len(names)} modules, presets {preset_names()}")
 endef
 export WHEEL_CHECK
