@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from eval.server import Server
-from tests.engine.tight import learn, num_running, online_bodies
+from tests.engine.tight import learn, online_bodies
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -45,11 +45,12 @@ async def _stream(server: Server, body: dict[str, object]) -> None:
 
 
 async def _pooled(server: Server) -> list[asyncio.Task]:
-    """All slots are taken when the victim comes."""
-    crowd = [completion(f"crowd {number}", 450, **FLEX) for number in range(16)]
-    others = [asyncio.create_task(send_all(server, crowd))]
-    await until(lambda: num_running(server) == 16, "all slots are taken")
-    return others
+    """More wait than there are slots for when the victim comes, which is served in its turn."""
+    crowd = asyncio.create_task(
+        send_all(server, [completion(f"crowd {number}", 300, **FLEX) for number in range(48)])
+    )
+    await until(lambda: crowd.done() or pooled(server) > 16, "the slots are taken")
+    return [crowd]
 
 
 async def _parked(server: Server) -> list[asyncio.Task]:
