@@ -50,6 +50,10 @@ class DecodeSelection(ABC):
             )
         self._max_parked_s = max_parked_s
 
+    def is_overdue(self, parked_since_s: float, now_s: float) -> bool:
+        """Whether who sits out since then comes before those that run."""
+        return parked_since_s < now_s - self._max_parked_s
+
     def select(
         self,
         candidates: Sequence[Decode],

@@ -8,19 +8,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from echo_sgl.batch_shape import BatchShape, Step
 from echo_sgl.config import StepsConfig
 from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
 from echo_sgl.policies.batch_size import BatchSize
-from echo_sgl.policies.decode_selection import Decode, DecodeSelection
+from echo_sgl.policies.decode_selection import RESUME_SHARE, Decode, DecodeSelection
 from echo_sgl.policies.step_limit import NoLimit, OnlineView, StepLimit
 
 USUAL_CHUNK_TOKENS = 2048
 NOTHING_ONLINE = OnlineView(
     now_s=0.0, decode_due_s=math.inf, first_due_s=math.inf, alone_s=0.0, is_present=False
 )
+
+
+class Contexts(NamedTuple):
+    """Decodes that are known by the number, sum and extremes of their contexts, in tokens."""
+
+    num: int
+    tokens: int
+    longest: int
+    shortest: int
+
+    @classmethod
+    def of(cls, context_tokens: Sequence[int]) -> Contexts:
+        if not context_tokens:
+            return cls(0, 0, 0, 0)
+        return cls(
+            len(context_tokens), sum(context_tokens), max(context_tokens), min(context_tokens)
+        )
+
+    def with_one(self, tokens: int) -> Contexts:
+        """These and one more; not for none."""
+        return Contexts(
+            self.num + 1,
+            self.tokens + tokens,
+            max(self.longest, tokens),
+            min(self.shortest, tokens),
+        )
 
 
 class StepEstimator(Protocol):
@@ -180,34 +206,35 @@ class StepPlanner:
 
     # ---- decode ----------------------------------------------------------------------------
 
-    def all_decode(self, context_tokens: Sequence[int]) -> bool:
+    def all_decode(self, offline: Contexts) -> bool:
         """Whether offline decodes of these contexts all join the online ones; one prediction."""
-        if not context_tokens:
-            return self.all_join(0, 0, longest_tokens=0, shortest_tokens=0)
-        return self.all_join(
-            len(context_tokens),
-            sum(context_tokens),
-            longest_tokens=max(context_tokens),
-            shortest_tokens=min(context_tokens),
-        )
-
-    def all_join(
-        self, num_decodes: int, decode_tokens: int, *, longest_tokens: int, shortest_tokens: int
-    ) -> bool:
-        """`all_decode` of contexts that are known by their number, sum and extremes only."""
         if not self.is_limited:
             return True
-        if num_decodes > self._most_decodes():
+        if offline.num > self._most_decodes():
             return False
-        if not self._is_known or not num_decodes:
+        if not self._is_known or not offline.num:
             return True
-        online = self._online_decodes.row()
-        joined = online._replace(
-            num_decodes=online.num_decodes + num_decodes,
-            decode_tokens=online.decode_tokens + decode_tokens,
-            max_decode_tokens=max(online.max_decode_tokens, longest_tokens),
-        )
-        return self.estimator.upper.predict_s(joined) <= self._decode_limit_s(shortest_tokens)
+        return self._joined_s(offline) <= self._decode_limit_s(offline.shortest)
+
+    def is_settled(
+        self, running: Contexts, *, shortest_parked: int, parked_since_s: float
+    ) -> bool:
+        """Whether `choose_decodes` would choose all that run and none that sit out.
+
+        So it is when those that run all fit, and the shortest of the parked does not fit beside
+        them, unless the one that was parked first, `parked_since_s`, is overdue or a job is late;
+        that the caller knows. Two predictions, however many candidates.
+        """
+        if not (self.is_limited and self._is_known and running.num):
+            return False
+        if self._selection.is_overdue(parked_since_s, self.view.now_s):
+            return False
+        limit_s = self._decode_limit_s(min(running.shortest, shortest_parked))
+        if running.num > self._most_decodes() or self._joined_s(running) > limit_s:
+            return False
+        if running.num == self._most_decodes():
+            return True
+        return self._joined_s(running.with_one(shortest_parked)) > RESUME_SHARE * limit_s
 
     def choose_decodes(self, candidates: Callable[[], Sequence[Decode]]) -> set[str]:
         """Who of the offline requests that could decode joins the online ones."""
@@ -237,6 +264,17 @@ class StepPlanner:
         time_s = self.estimator.upper.predict_s(self._online_decodes)
         self._online_decodes.undo()
         return time_s
+
+    def _joined_s(self, offline: Contexts) -> float:
+        """What the online decodes would take with these."""
+        online = self._online_decodes.row()
+        return self.estimator.upper.predict_s(
+            online._replace(
+                num_decodes=online.num_decodes + offline.num,
+                decode_tokens=online.decode_tokens + offline.tokens,
+                max_decode_tokens=max(online.max_decode_tokens, offline.longest),
+            )
+        )
 
     def _decode_limit_s(self, shortest_tokens: int) -> float:
         """The limit of a decode step. Without online decodes one offline decode is the least

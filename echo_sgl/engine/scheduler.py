@@ -86,7 +86,7 @@ class EchoScheduler(PoolIntake):
             create_live_batch_time(active_config(), server_facts(self)),
             self.step_timer,
             max_decodes=self.max_running_requests,
-            laxity_s=self.deadline_watch.laxity_s,
+            watch=self.deadline_watch,
             rank=get_parallel().tp_rank,
         )
         leads = _leads_its_replica()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.config import EchoConfig
+from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
@@ -29,7 +30,7 @@ from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.step_limit import create_step_limit
-from echo_sgl.policies.step_planner import StepPlanner
+from echo_sgl.policies.step_planner import Contexts, StepPlanner
 from echo_sgl.types import Task
 
 BASE_DECODES = 8
@@ -59,12 +60,12 @@ class StepControl:
         timer: StepTimer,
         *,
         max_decodes: int,
-        laxity_s: Callable[[Req, float], float],
+        watch: DeadlineWatch,
         rank: int = 0,
     ) -> None:
         steps = config.steps
         self.estimator, self.timer = estimator, timer
-        self._laxity_s = laxity_s
+        self._watch = watch
         self.parked = ParkedDecodes()
         self.log = StepLog()
         self.decision_log = DecisionLog.from_environment(rank)
@@ -168,7 +169,7 @@ class StepControl:
     def select_decodes(self, batch: ScheduleBatch) -> None:
         """Let as many offline requests decode in this step as fit; the others sit out."""
         running = self._running.offline_of(batch.reqs)
-        if not self.parked and self.planner.all_decode([req.seqlen for req in running]):
+        if self._is_settled(Contexts.of([req.seqlen for req in running])):
             return
         if not self.can_park or not self.parked.can_park(batch):
             self._resume(batch, {req.rid for req in self.parked})
@@ -273,6 +274,19 @@ class StepControl:
 
     # ---- internals -------------------------------------------------------------------------
 
+    def _is_settled(self, running: Contexts) -> bool:
+        """Whether all that run decode and all that sit out stay there: so it is in most steps."""
+        if not self.parked:
+            return self.planner.all_decode(running)
+        return self._watch.urgent_deadline_s is None and self.planner.is_settled(
+            running,
+            shortest_parked=min(req.seqlen for req in self.parked),
+            parked_since_s=min(
+                (since_s for req in self.parked if (since_s := terms_of(req).waiting_since_s)),
+                default=self._now_s,
+            ),
+        )
+
     def _candidates(self, running: Sequence[Req]) -> list[Decode]:
         choices = [self._decode(req, is_running=True) for req in running]
         parked = [self._decode(req, is_running=False) for req in self.parked]
@@ -286,7 +300,9 @@ class StepControl:
             uncached_tokens=_uncached_tokens(req),
             waiting_since_s=terms.waiting_since_s,
             # Asked for every decode of a step: most have no deadline.
-            laxity_s=math.inf if terms.deadline_s == math.inf else self._laxity_s(req, self._now_s),
+            laxity_s=math.inf
+            if terms.deadline_s == math.inf
+            else self._watch.laxity_s(req, self._now_s),
             is_running=is_running,
             sequence=req.echo_sequence,
         )

@@ -31,6 +31,7 @@ class SimOfflinePool:
         self._started_by_prefix = PrefixIndex()
         self._sequences = count()
         self._tokens_done = 0
+        self.is_late = False  # whether a job would miss its window
         self._mean_output_tokens: float | None = None
         self.on_change: Callable[[array[int]], None] = lambda blocks: None
 
@@ -87,7 +88,7 @@ class SimOfflinePool:
             return
         self._rate.observe(now_s, self._tokens_done)
         self._tokens_done = 0
-        self._order.escalate(now_s, self._rate.tokens_per_s)
+        self.is_late = self._order.escalate(now_s, self._rate.tokens_per_s) is not None
 
     def laxity_s(self, request: SimRequest, now_s: float) -> float:
         if math.isinf(request.deadline_s):

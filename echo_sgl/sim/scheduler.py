@@ -24,7 +24,7 @@ from echo_sgl.policies.offline_order import create_offline_order
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
 from echo_sgl.policies.step_limit import Promise, StepLimit, create_step_limit
-from echo_sgl.policies.step_planner import StepPlanner
+from echo_sgl.policies.step_planner import Contexts, StepPlanner
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup, SummedShape
 from echo_sgl.sim.estimator_feed import EstimatorFeed
@@ -215,15 +215,7 @@ class SimScheduler:
     def select_decodes(self) -> None:
         """Let as many offline requests decode as fit; the others sit out."""
         offline, planner = self.offline, self.planner
-        if not self.parked and (
-            not offline
-            or planner.all_join(
-                len(offline),
-                offline.seq_tokens,
-                longest_tokens=offline.longest_tokens,
-                shortest_tokens=offline.shortest_tokens,
-            )
-        ):
+        if self._is_settled():
             return
         if not self.config.echo.steps.park:
             return
@@ -242,6 +234,20 @@ class SimScheduler:
                 request.waiting_since_s = self.now_s
                 self.parked[request.rid] = request
                 self.results.num_parks += 1
+
+    def _is_settled(self) -> bool:
+        offline, planner = self.offline, self.planner
+        contexts = Contexts(
+            len(offline), offline.seq_tokens, offline.longest_tokens, offline.shortest_tokens
+        )
+        if not self.parked:
+            return planner.all_decode(contexts)
+        parked = self.parked.values()
+        return not self.pool.is_late and planner.is_settled(
+            contexts,
+            shortest_parked=min(one.seq_tokens for one in parked),
+            parked_since_s=min(one.waiting_since_s or 0.0 for one in parked),
+        )
 
     def make_decode_room(self) -> None:
         """Retract until the next token of all that decode fits."""

@@ -10,11 +10,14 @@ import pytest
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import parse_config
 from echo_sgl.engine.admission import EchoPrefillAdder
+from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.estimation import create_live_batch_time
 from echo_sgl.engine.explain import held_back
 from echo_sgl.engine.refusals import Reason, Refusal
 from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.step_timing import StepTimer
+from echo_sgl.policies.deadline_order import DeadlineOrder
+from echo_sgl.policies.offline_order import FcfsOrder
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
 SERVER = {"device": "some", "model": "some", "transformer": None, "captured_batch_sizes": []}
@@ -61,9 +64,8 @@ def test_what_is_infinite_is_none_as_json_wants_it():
 def control() -> StepControl:
     config = parse_config({"steps": {"limit": "budget", "budget_s": 0.25}})
     live = create_live_batch_time(config, SERVER)
-    return StepControl(
-        config, live, StepTimer(), max_decodes=8, laxity_s=lambda req, now_s: math.inf
-    )
+    watch = DeadlineWatch(DeadlineOrder(FcfsOrder()))
+    return StepControl(config, live, StepTimer(), max_decodes=8, watch=watch)
 
 
 def request(rid: str, **params: str) -> SimpleNamespace:

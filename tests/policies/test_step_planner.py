@@ -13,7 +13,7 @@ from echo_sgl.config import SloConfig, StepsConfig
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
 from echo_sgl.policies.step_limit import create_step_limit
-from echo_sgl.policies.step_planner import StepPlanner
+from echo_sgl.policies.step_planner import Contexts, StepPlanner
 
 NOW_S = 64.0
 
@@ -38,13 +38,13 @@ class Unknown(Clockwork):
         return math.inf
 
 
-def planner(estimator=None, *, slo=None, max_decodes=64, **steps) -> StepPlanner:
+def planner(estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps) -> StepPlanner:
     config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **steps})
     return StepPlanner(
         config,
         create_step_limit(config, slo or SloConfig(ttft_s=100.0, tpot_s=100.0)),
         estimator or Clockwork(),
-        selection=create_decode_selection("shortest", seed=0),
+        selection=create_decode_selection(selection, seed=0),
         batch_size=create_batch_size("fixed", base=8, maximum=max_decodes),
     )
 
@@ -111,14 +111,14 @@ def test_without_online_requests_a_step_is_as_long_as_one_may_have_to_wait():
 def test_without_online_requests_something_always_runs():
     plan = begin(planner(max_stall_s=0.0, min_chunk_tokens=64))
     assert chunk(plan) == 64
-    assert not plan.all_decode([100, 100])
+    assert not plan.all_decode(Contexts.of([100, 100]))
     assert plan.choose_decodes(lambda: [decode(1), decode(2)]) == {"1"}
 
 
 def test_without_online_decodes_the_stall_comes_on_top_of_the_least_step():
     plan = begin(planner(max_stall_s=0.03))
-    assert plan.all_decode([100] * 4)
-    assert not plan.all_decode([100] * 5)
+    assert plan.all_decode(Contexts.of([100] * 4))
+    assert not plan.all_decode(Contexts.of([100] * 5))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_a_first_token_that_is_more_urgent_is_not_cut_into_chunks():
 
 def test_offline_decodes_join_up_to_the_limit():
     plan = begin(planner(), decodes=2, due_in_s=0.055)
-    assert plan.all_decode([100] * 3)
-    assert not plan.all_decode([100] * 4)
+    assert plan.all_decode(Contexts.of([100] * 3))
+    assert not plan.all_decode(Contexts.of([100] * 4))
     chosen = plan.choose_decodes(lambda: [decode(n, context=100 + n) for n in range(4)])
     assert chosen == {"0", "1", "2"}
 
@@ -191,8 +191,8 @@ def test_beside_a_late_online_decode_nobody_offline_decodes():
 
 def test_the_most_decodes_of_a_step_count_online_ones():
     plan = begin(planner(max_decodes=5), decodes=2)
-    assert plan.all_decode([100] * 3)
-    assert not plan.all_decode([100] * 4)
+    assert plan.all_decode(Contexts.of([100] * 3))
+    assert not plan.all_decode(Contexts.of([100] * 4))
 
 
 def test_while_nothing_is_known_offline_work_beside_online_requests_is_small():
@@ -201,8 +201,8 @@ def test_while_nothing_is_known_offline_work_beside_online_requests_is_small():
     shape = BatchShape()
     shape.add_prefill(64)
     assert plan.offline_chunk_tokens(shape, cached_tokens=0, max_tokens=1000, page_size=1) == 0
-    assert plan.all_decode([100] * 3)
-    assert not plan.all_decode([100] * 4)
+    assert plan.all_decode(Contexts.of([100] * 3))
+    assert not plan.all_decode(Contexts.of([100] * 4))
     chosen = plan.choose_decodes(lambda: [decode(n, is_running=n > 1) for n in range(5)])
     assert chosen == {"2", "3", "4"}
 
@@ -210,7 +210,7 @@ def test_while_nothing_is_known_offline_work_beside_online_requests_is_small():
 def test_while_nothing_is_known_and_nobody_is_online_everything_runs():
     plan = begin(planner(Unknown()))
     assert chunk(plan) == 1000
-    assert plan.all_decode([100] * 20)
+    assert plan.all_decode(Contexts.of([100] * 20))
 
 
 @given(
@@ -252,3 +252,50 @@ def test_who_is_refused_for_time_has_a_smallest_chunk_beyond_its_room(due_in_s, 
     refused = chunk(plan, max_tokens=tokens) == 0
     too_long = plan.smallest_chunk_s(BatchShape(), max_tokens=tokens) > plan.room_s(BatchShape())
     assert refused == too_long
+
+
+class Attention(Clockwork):
+    """The time of a decode grows with its context."""
+
+    def predict_s(self, step):
+        return super().predict_s(step) + 1e-4 * (step.decode_tokens + step.max_decode_tokens)
+
+
+@given(
+    selection=st.sampled_from(["in-order", "shortest", "mix", "uncached"]),
+    decodes=st.integers(0, 3),
+    due_in_s=st.floats(-1, 2),
+    running=st.lists(st.integers(1, 1000), max_size=8),
+    parked=st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 20)), min_size=1, max_size=8),
+    max_decodes=st.integers(1, 12),
+)
+def test_what_is_settled_is_what_would_be_chosen(
+    selection, decodes, due_in_s, running, parked, max_decodes
+):
+    plan = begin(
+        planner(Attention(), selection=selection, max_decodes=max_decodes, max_stall_s=0.1),
+        decodes=decodes,
+        due_in_s=due_in_s if decodes else math.inf,
+    )
+    choices = [decode(number, context=length) for number, length in enumerate(running)]
+    for length, parked_s in parked:
+        one = decode(len(choices), context=length, is_running=False)
+        choices.append(one._replace(waiting_since_s=NOW_S - parked_s))
+    is_settled = plan.is_settled(
+        Contexts.of(running),
+        shortest_parked=min(length for length, _ in parked),
+        parked_since_s=NOW_S - max(parked_s for _, parked_s in parked),
+    )
+    chosen = plan.choose_decodes(lambda: choices)
+    if is_settled:
+        assert chosen == {one.rid for one in choices if one.is_running}
+    elif running and max(parked_s for _, parked_s in parked) <= 10:
+        assert chosen != {one.rid for one in choices if one.is_running} or selection == "mix"
+
+
+def test_a_full_step_beside_one_that_sits_out_is_settled_until_that_one_is_overdue():
+    plan = begin(planner(), decodes=2, due_in_s=0.055)
+    running, parked = Contexts.of([100] * 3), {"shortest_parked": 100}
+    assert plan.is_settled(running, **parked, parked_since_s=NOW_S - 5)
+    assert not plan.is_settled(running, **parked, parked_since_s=NOW_S - 15)
+    assert not plan.is_settled(Contexts.of([100]), **parked, parked_since_s=NOW_S - 5)
