@@ -216,9 +216,7 @@ class StepPlanner:
             return True
         return self._joined_s(offline) <= self._decode_limit_s(offline.shortest)
 
-    def is_settled(
-        self, running: Contexts, *, shortest_parked: int, parked_since_s: float
-    ) -> bool:
+    def is_settled(self, running: Contexts, *, shortest_parked: int, parked_since_s: float) -> bool:
         """Whether `choose_decodes` would choose all that run and none that sit out.
 
         So it is when those that run all fit, and the shortest of the parked does not fit beside

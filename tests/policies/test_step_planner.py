@@ -38,7 +38,9 @@ class Unknown(Clockwork):
         return math.inf
 
 
-def planner(estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps) -> StepPlanner:
+def planner(
+    estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps
+) -> StepPlanner:
     config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **steps})
     return StepPlanner(
         config,
