@@ -121,6 +121,9 @@ class StepsConfig:
     than `max_stall_s`, or than `stall_share` of the TTFT that is promised if that is less. With
     "slack", no offline request decodes while an online one waits whose first token would come
     later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
+    And where a step prefills or decodes, it takes `slack_pace` of the TPOT and `slack_share` of
+    the slack beyond that, so that online decodes are ahead when an online prefill stops them; a
+    first token that would be late may make them fall `lag_tokens` TPOTs behind.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and
@@ -137,6 +140,9 @@ class StepsConfig:
     max_stall_s: float = _number(0.1, 0.0, 3600.0)
     stall_share: float = _number(0.25, 0.0, 1.0)
     ttft_margin: float = _number(0.5, 0.0, 1.0)
+    slack_pace: float = _number(0.5, 0.0, 1.0)
+    slack_share: float = _number(0.1, 0.0, 1.0)
+    lag_tokens: float = _number(4.0, 0.0, 1000.0)
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
     park: bool = _switch(True)
     batch_size: str = _choice("fixed", "fixed", "adaptive")

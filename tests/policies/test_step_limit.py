@@ -18,6 +18,7 @@ from echo_sgl.policies.step_limit import (
     create_step_limit,
 )
 
+ALL = {"slack_share": 1.0, "lag_tokens": 0.0}  # of the slack of online decodes is used
 seconds = st.floats(0.001, 10.0)
 
 
@@ -182,7 +183,7 @@ def waiting(*, first_due_in_s: float, **others: float) -> OnlineView:
 
 
 def test_decodes_hold_no_offline_work_while_a_first_token_would_be_late() -> None:
-    steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.5)
+    steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.5, **ALL)
     limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
     assert limit.decode_limit_s(waiting(first_due_in_s=1.5)) == pytest.approx(1.0)
     assert limit.decode_limit_s(waiting(first_due_in_s=0.9)) == 0.0
@@ -195,7 +196,44 @@ def test_decodes_hold_no_offline_work_while_a_first_token_would_be_late() -> Non
 
 
 def test_without_a_margin_offline_work_uses_all_of_the_slack() -> None:
-    steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.0)
+    steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.0, **ALL)
     limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
     late = waiting(first_due_in_s=0.3, prefill_s=0.6)
     assert limit.decode_limit_s(late) == pytest.approx(0.3) == limit.limit_s(late)
+
+
+def echo_limit(*, mixes_prefill: bool = False) -> SlackLimit:
+    """TTFT 2 s, TPOT 100 ms; no stall bounds anything."""
+    steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0)
+    return create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1), mixes_prefill=mixes_prefill)
+
+
+@pytest.mark.parametrize(
+    ("slack_s", "limit_s"), [(-0.1, -0.1), (0.05, 0.05), (0.1, 0.055), (0.55, 0.1)]
+)
+def test_online_decodes_get_ahead_until_a_step_takes_one_tpot(slack_s, limit_s):
+    """Half of the TPOT at once, and a tenth of what is beyond."""
+    assert echo_limit().limit_s(view(decode_due_s=100 + slack_s)) == pytest.approx(limit_s)
+
+
+def test_where_prefills_stop_no_decodes_all_of_the_slack_is_used():
+    assert echo_limit(mixes_prefill=True).limit_s(view(decode_due_s=100.37)) == pytest.approx(0.37)
+
+
+def test_for_a_first_token_that_would_be_late_decodes_may_fall_behind():
+    """Half of the margin, 1 s, is where lateness begins."""
+    limit = echo_limit()
+    in_time, late = 101.6, 101.4
+    for first_due_s, room_s in ((math.inf, 0.05), (in_time, 0.05), (late, 0.45)):
+        waits = view(decode_due_s=100.05, first_due_s=first_due_s, prefill_s=1.0)
+        assert limit.chunk_limit_s(waits) == pytest.approx(room_s)
+    mixed = view(decode_due_s=100.05, first_due_s=late, prefill_s=1.0)
+    assert echo_limit(mixes_prefill=True).chunk_limit_s(mixed) == pytest.approx(0.05)
+
+
+@given(slack_s=st.floats(-1, 10), more_s=st.floats(0, 1))
+def test_more_slack_is_never_less_time_and_never_more_than_there_is(slack_s, more_s):
+    limit = echo_limit()
+    less = limit.limit_s(view(decode_due_s=100 + slack_s))
+    assert less <= slack_s + 1e-9
+    assert less <= limit.limit_s(view(decode_due_s=100 + slack_s + more_s)) + 1e-9

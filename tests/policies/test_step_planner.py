@@ -16,6 +16,7 @@ from echo_sgl.policies.step_limit import create_step_limit
 from echo_sgl.policies.step_planner import Contexts, StepPlanner
 
 NOW_S = 64.0
+ALL_SLACK = {"slack_share": 1.0, "lag_tokens": 0.0}
 
 
 class Clockwork:
@@ -41,7 +42,7 @@ class Unknown(Clockwork):
 def planner(
     estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps
 ) -> StepPlanner:
-    config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **steps})
+    config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **ALL_SLACK, **steps})
     return StepPlanner(
         config,
         create_step_limit(config, slo or SloConfig(ttft_s=100.0, tpot_s=100.0)),
