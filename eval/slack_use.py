@@ -1,0 +1,290 @@
+"""How much of the online decodes' slack offline work should use: the ablation's loads, simulated.
+
+    python -m eval.slack_use
+
+replays online patterns and their jobs on a simulated CPU server under several settings of the
+slack limit, and writes eval/results/slack-use/ with config.json, summary.json and summary.md. What
+is promised is 1.5 x the p99 of the online load alone, as in `eval.ablation`. The steps' times and
+their scatter come from a profile that `echo-sgl calibrate` measured; no server runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from rich.console import Console
+from rich.progress import track
+
+from echo_sgl.config import EchoConfig, SloConfig, load_config
+from echo_sgl.errors import EchoError
+from echo_sgl.estimators.profile import Profile, load_profile
+from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig
+from echo_sgl.types import Task
+from eval.ablation_load import build_mix
+from eval.ablation_options import AblationOptions
+from eval.fidelity_replay import Prompts, bodies_of, noise_of, replay
+from eval.machine import provenance
+from eval.models import demo_model
+from eval.options import add_arguments, check_options, option
+from eval.records import Record
+from eval.report import table
+from eval.summary import tokens_per_s
+from eval.workloads.prompts import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent
+RESULTS_DIR = ROOT / "results"
+CONFIGS_DIR = ROOT.parent / "configs"
+PROFILE = ROOT / "profiles" / "base-cpu.json"
+LEAD_S, DRAIN_S, SLO_FACTOR = 5.0, 20.0, 1.5
+NO_PROMISE = SloConfig()
+# Workload, seed, where in the trace it starts (s).
+LOADS = (
+    ("azure-qmsum", 0, 0.0),
+    ("azure-qmsum", 0, 900.0),
+    ("azure-qmsum", 0, 1800.0),
+    ("bursts-loogle", 0, 0.0),
+    ("bursts-loogle", 1, 0.0),
+)
+ALL = {"slack_share": 1.0, "lag_tokens": 0.0}
+# Name, preset, what is set otherwise in [steps].
+SETTINGS: dict[str, tuple[str, dict[str, float]]] = {
+    "all of the slack (Echo)": ("echo", {**ALL, "ttft_margin": 0.0}),
+    "yielding to first tokens": ("echo", ALL),
+    "pace 0.7": ("echo", {"slack_pace": 0.7}),
+    "pace 0.5 (echo.toml)": ("echo", {}),
+    "pace 0.3": ("echo", {"slack_pace": 0.3}),
+    "pace 0.5, no lag": ("echo", {"lag_tokens": 0.0}),
+    "pace 0.5, share 0.2": ("echo", {"slack_share": 0.2}),
+    "a budget (hygen.toml)": ("hygen", {}),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlackOptions:
+    """What is simulated."""
+
+    name: str = option("slack-use", "folder under eval/results/ that takes the results")
+    profile: str = option(str(PROFILE), "of the server, from `echo-sgl calibrate`")
+    rates_rps: str = option("1,1.6", "comma list of mean online rates")
+    duration_s: float = option(60.0, "how long online requests keep coming", 1)
+    workers: int = option(1, "processes; the results are the same", 1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for text in self.rates_rps.split(","):
+            if not text.replace(".", "", 1).isdigit() or float(text) <= 0:
+                raise ValueError(f"--rates-rps holds {text!r}; allowed are numbers above 0")
+
+    @property
+    def rates(self) -> list[float]:
+        return [float(text) for text in self.rates_rps.split(",")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One load under one setting; `load` is a place in `LOADS`."""
+
+    rate_rps: float
+    load: int
+    setting: str
+
+
+class Load:
+    """An online pattern and its job, with what is promised beside it."""
+
+    def __init__(self, options: SlackOptions, point: Point) -> None:
+        workload, seed, start_s = LOADS[point.load]
+        ablation = AblationOptions(
+            workload=workload, seed=seed, trace_start_s=start_s, duration_s=options.duration_s
+        )
+        tokenizer = load_tokenizer(str(demo_model("tiny")))  # all sizes have it
+        mix = build_mix(ablation, tokenizer, point.rate_rps / ablation.online_load)
+        self._prompts = Prompts(bodies_of(mix), tokenizer)
+        self._profile = load_profile(Path(options.profile), device="", model="", force=True)
+        self._ablation = ablation
+        self.online = [
+            _sent(f"online-{place}", Task.ONLINE, LEAD_S + arrival.at_s)
+            for place, arrival in enumerate(mix.arrivals)
+        ]
+        lines = mix.job[: ablation.window]
+        self.offline = [_sent(line["custom_id"], Task.OFFLINE, 0.0) for line in lines]
+
+    def run(self, echo: EchoConfig, records: Sequence[Record]) -> list[Record]:
+        """The same requests as the simulated server answers them."""
+        options = self._ablation
+        config = ServerConfig(
+            device=self._profile.estimator,
+            kv_tokens=options.pool_tokens,
+            echo=echo,
+            max_running_requests=options.max_running_requests,
+            chunked_prefill_tokens=options.chunked_prefill_size,
+            host=self._profile.host or NO_HOST_TIME,
+            noise=noise_of(self._profile),
+        )
+        end_s = LEAD_S + options.duration_s + DRAIN_S
+        return replay(config, records, self._prompts, end_s=end_s)[0]
+
+    def promise(self) -> SloConfig:
+        """1.5 x the p99 of the online requests alone."""
+        alone = self.run(with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE), self.online)
+        ttft_s, tpot_s = _latencies(alone)
+        return SloConfig(
+            ttft_s=SLO_FACTOR * float(np.percentile(ttft_s, 99)),
+            tpot_s=SLO_FACTOR * float(np.percentile(tpot_s, 99)),
+        )
+
+
+def with_slo(echo: EchoConfig, slo: SloConfig, **steps: Any) -> EchoConfig:
+    """The preset with these promises and changes of [steps]; "auto" is slack, with promises."""
+    if slo.ttft_s and echo.steps.limit == "relative":
+        steps = {"limit": "slack", **steps}
+    return dataclasses.replace(echo, slo=slo, steps=dataclasses.replace(echo.steps, **steps))
+
+
+def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
+    """One row: promises kept and broken, and what the job got while online requests came."""
+    load = Load(options, point)
+    slo = load.promise()
+    preset, steps = SETTINGS[point.setting]
+    echo = with_slo(load_config(CONFIGS_DIR / f"{preset}.toml"), slo, **steps)
+    records = load.run(echo, [*load.online, *load.offline])
+    ttft_s, tpot_s = _latencies([one for one in records if one.task is Task.ONLINE])
+    late, slow = ttft_s > slo.ttft_s, tpot_s > slo.tpot_s
+    return {
+        **dataclasses.asdict(point),
+        "ttft_promise_s": slo.ttft_s,
+        "tpot_promise_s": slo.tpot_s,
+        "online": len(ttft_s),
+        "kept": int((~(late | slow)).sum()),
+        "late_first_tokens": int(late.sum()),
+        "slow": int(slow.sum()),
+        "offline_tokens_per_s": tokens_per_s(records, LEAD_S, LEAD_S + options.duration_s),
+    }
+
+
+def _sent(rid: str, task: Task, at_s: float) -> Record:
+    return Record(rid, task, at_s, sent_s=at_s)
+
+
+def _latencies(online: Sequence[Record]) -> tuple[Any, Any]:
+    """TTFT and TPOT of each request; infinite for what was not answered. Shapes: (n,)."""
+    ttft_s, tpot_s = [], []
+    for one in online:
+        first_s, last_s = one.first_token_s, one.last_token_s
+        if first_s is None or last_s is None:
+            first_s, last_s = np.inf, np.inf
+        ttft_s.append(first_s - one.scheduled_s)
+        gaps_s = last_s - first_s if np.isfinite(last_s) else np.inf
+        tpot_s.append(gaps_s / max(1, one.completion_tokens - 1))
+    return np.array(ttft_s), np.array(tpot_s)
+
+
+def points(options: SlackOptions) -> Iterator[Point]:
+    for rate_rps in options.rates:
+        for load in range(len(LOADS)):
+            for setting in SETTINGS:
+                yield Point(rate_rps, load, setting)
+
+
+def totals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By rate and setting: requests summed over the loads, tokens/s averaged."""
+    found: list[dict[str, Any]] = []
+    for key in dict.fromkeys((row["rate_rps"], row["setting"]) for row in rows):
+        group = [row for row in rows if (row["rate_rps"], row["setting"]) == key]
+        summed: Counter[str] = Counter()
+        for row in group:
+            summed.update({name: row[name] for name in _SUMMED})
+        found.append({"rate_rps": key[0], "setting": key[1], **summed, "loads": len(group)})
+    return found
+
+
+_SUMMED = ("online", "kept", "late_first_tokens", "slow", "offline_tokens_per_s")
+
+
+def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """summary.md."""
+    profile = config["profile"]
+    cells = [
+        [
+            f"{one['rate_rps']:g}",
+            one["setting"],
+            f"{one['kept'] / one['online']:.1%}",
+            str(one["late_first_tokens"]),
+            str(one["slow"]),
+            f"{one['offline_tokens_per_s'] / one['loads']:,.0f}",
+        ]
+        for one in totals(rows)
+    ]
+    head = ["online/s", "setting", "kept", "late first tokens", "slow", "offline tokens/s"]
+    return "\n".join(
+        [
+            f"# How much slack to use `{config['name']}`: a simulation",
+            "",
+            f"    {config['command']}",
+            "",
+            f"- profile: {profile['device']}, model {profile['model']}, {profile['num_samples']} "
+            f"samples, SGLang {profile['sglang_version']}; its scatter is simulated too",
+            f"- loads: {', '.join(f'{w} (seed {s}, from {t:g} s)' for w, s, t in LOADS)}; "
+            f"{config['options']['duration_s']:g} s each; the server is the ablation's",
+            f"- promised: {SLO_FACTOR} x the p99 TTFT and TPOT of the same online load alone",
+            "",
+            *table(head, cells),
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Simulate every point and write the results; wrong options end it with code 2."""
+    parser = argparse.ArgumentParser(prog="python -m eval.slack_use")
+    add_arguments(parser, SlackOptions, {})
+    try:
+        options = SlackOptions(**vars(parser.parse_args(argv)))
+        profile = load_profile(Path(options.profile), device="", model="", force=True)
+    except (ValueError, EchoError) as error:
+        parser.error(str(error))
+    rows = run_all(options)
+    config = _config(options, profile, f"python -m eval.slack_use {shlex.join(argv)}".strip())
+    folder = RESULTS_DIR / options.name
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"config.json": config, "summary.json": {"rows": rows, "totals": totals(rows)}}
+    for name, tree in files.items():
+        (folder / name).write_bytes(orjson.dumps(tree, option=orjson.OPT_INDENT_2))
+    text = summary_markdown(config, rows)
+    (folder / "summary.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def run_all(options: SlackOptions) -> list[dict[str, Any]]:
+    """Every point, in order, whatever the number of workers."""
+    todo = list(points(options))
+    with ProcessPoolExecutor(options.workers) as pool:
+        done = pool.map(run_point, [options] * len(todo), todo)
+        return list(track(done, total=len(todo), console=Console(stderr=True)))
+
+
+def _config(options: SlackOptions, profile: Profile, command: str) -> dict[str, Any]:
+    facts = {key: getattr(profile, key) for key in ("device", "model", "num_samples")}
+    return {
+        "name": options.name,
+        "command": command,
+        **provenance(),
+        "options": dataclasses.asdict(options),
+        "loads": LOADS,
+        "settings": {name: {"preset": one, **steps} for name, (one, steps) in SETTINGS.items()},
+        "profile": {**facts, "sglang_version": profile.sglang_version},
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
