@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.ablation_options import AblationOptions
@@ -17,7 +16,7 @@ from eval.cache_phases import COUNTED_AFTER_S, Counters, parse_counters
 from eval.corun_phases import empty_cache, offline_alone, online_alone, together, warm_up
 from eval.mix import Mix
 from eval.records import Record
-from eval.server import Server
+from eval.server import LOCAL, Server
 from eval.step_shares import Row, step_rows
 
 WAIT = "echo_sgl_online_wait_seconds"
@@ -98,4 +97,4 @@ def _phase(server: Server, work: Coroutine[Any, Any, list[Record]]) -> list[Reco
 
 
 def _metrics(server: Server) -> str:
-    return httpx.get(f"{server.url}/metrics", timeout=30).text
+    return LOCAL.get(f"{server.url}/metrics", timeout=30).text

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from eval.machine import machine
 from eval.models import MODELS_DIR, SIZES, SPECIAL_TOKENS, demo_model
-from eval.server import CPU_ARGS, Server, running_server
+from eval.server import CPU_ARGS, LOCAL, Server, running_server
 
 MODEL_SIZE = "small"
 POOL_ARGS = (*CPU_ARGS, "--max-total-tokens", "40000", "--random-seed", "0")
@@ -87,7 +85,7 @@ def _cached_share(server: Server) -> float:
 
 
 def _decode_step_s(server: Server) -> float:
-    httpx.post(f"{server.url}/flush_cache").raise_for_status()
+    LOCAL.post(f"{server.url}/flush_cache").raise_for_status()
     prompts = _random_prompts(DECODE_BATCH, DECODE_CONTEXT_TOKENS, seed=2)
     _generate_s(server, prompts, 1, min_cached_tokens=0)
     steps_s = []
@@ -109,7 +107,7 @@ def _generate_s(
     """
     sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
     start_s = time.perf_counter()
-    response = httpx.post(
+    response = LOCAL.post(
         f"{server.url}/generate",
         json={"input_ids": [list(prompt) for prompt in prompts], "sampling_params": sampling},
         timeout=600,

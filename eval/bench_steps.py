@@ -19,7 +19,7 @@ import numpy as np
 
 from eval.machine import device_args, machine
 from eval.models import demo_model
-from eval.server import Server, running_server
+from eval.server import LOCAL, Server, running_server
 
 NUM_POOLED, NUM_RUNNING, NUM_ONLINE = 50_000, 64, 16
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 50, 40
@@ -79,7 +79,7 @@ def _steps(server: Server) -> tuple[Any, Any]:
 
 
 def _planned_steps(server: Server) -> list[tuple[float, float]]:
-    answer = httpx.get(f"{server.url}/echo/trace", params={"seconds": LIMIT_S}, timeout=LIMIT_S)
+    answer = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": LIMIT_S}, timeout=LIMIT_S)
     [replica] = answer.json()["replicas"]
     at = {name: number for number, name in enumerate(replica["columns"])}
     return [
@@ -114,7 +114,7 @@ def _generate(
     body = {"input_ids": prompts, "sampling_params": params}
     # It is stopped in the middle of the job: SGLang takes minutes to abort so many.
     with contextlib.suppress(httpx.TransportError):
-        httpx.post(f"{server.url}/generate", json=body, timeout=LIMIT_S * 2)
+        LOCAL.post(f"{server.url}/generate", json=body, timeout=LIMIT_S * 2)
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
@@ -122,7 +122,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def _num_pooled(server: Server) -> float:
-    page = httpx.get(f"{server.url}/metrics", timeout=60).text
+    page = LOCAL.get(f"{server.url}/metrics", timeout=60).text
     lines = [line for line in page.splitlines() if line.startswith("echo_sgl_pool_requests{")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 

@@ -17,7 +17,7 @@ from eval.cache_options import CacheOptions
 from eval.corun_phases import empty_cache
 from eval.load import Phase, Request, load_client
 from eval.records import Record
-from eval.server import Server
+from eval.server import LOCAL, Server
 
 # The server counts just after it has answered.
 COUNTED_AFTER_S = 0.5
@@ -100,7 +100,7 @@ def _run(server: Server, work: Work) -> PhaseResult:
 
 
 def _counters(server: Server) -> Counters:
-    return parse_counters(httpx.get(f"{server.url}/metrics", timeout=30).text)
+    return parse_counters(LOCAL.get(f"{server.url}/metrics", timeout=30).text)
 
 
 async def _warm_up(server: Server, arm: Arm, load: CacheLoad) -> None:

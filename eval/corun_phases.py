@@ -13,7 +13,7 @@ from eval.arms import Arm
 from eval.load import Phase
 from eval.mix import Mix
 from eval.records import Record
-from eval.server import Server, ServerStartError
+from eval.server import LOCAL, Server, ServerStartError
 
 IDLE_TIMEOUT_S = 120.0
 WARM_UP_REQUESTS = 4
@@ -42,7 +42,7 @@ def empty_cache(server: Server) -> None:
     """Wait until the server is idle and flush its cache: it refuses while requests are there."""
     deadline_s = time.monotonic() + IDLE_TIMEOUT_S
     while True:
-        answer = httpx.post(f"{server.url}/flush_cache", timeout=IDLE_TIMEOUT_S)
+        answer = LOCAL.post(f"{server.url}/flush_cache", timeout=IDLE_TIMEOUT_S)
         if answer.status_code == httpx.codes.OK:
             return
         if time.monotonic() > deadline_s:

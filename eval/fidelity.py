@@ -45,7 +45,7 @@ from eval.corun import RESULTS_DIR
 from eval.fidelity_replay import Prompts, bodies_of, replay, server_config
 from eval.fidelity_report import Row, cause_of, markdown, rows_of_phase, step_evidence
 from eval.records import read_records
-from eval.server import Server, ServerStartError
+from eval.server import LOCAL, Server, ServerStartError
 from eval.slo import Slo
 from eval.workloads import WorkloadError
 
@@ -199,7 +199,7 @@ class Fidelity(Ablation):
         samples = driver.measure(self._calibrate_s, on_wave=lambda share: None)
         fitted = fit_all(samples, driver.server, seed=self.options.seed, host=driver.host_time())
         save_profile(fitted.profile(), self._profile_path(name, repetition))
-        info = httpx.get(f"{server.url}/server_info", timeout=30).json()
+        info = LOCAL.get(f"{server.url}/server_info", timeout=30).json()
         facts = {**driver.server, **{key: info[key] for key in SETTINGS}}
         self.store.write(facts, f"server-{name}", repetition)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from eval.server import ServerStartError, free_port
+from eval.server import LOCAL, ServerStartError, free_port
 
 READY_TIMEOUT_S = 120.0
 PROBED_PATHS = ("/v1/models", "/v1/files", "/v1/batches", "/engine_metrics")
@@ -62,7 +62,7 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log_path: Path) -> N
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/readiness", timeout=10).status_code == 200:
+            if LOCAL.get(f"{url}/readiness", timeout=10).status_code == 200:
                 return
         time.sleep(0.2)
     log = log_path.read_text(encoding="utf-8", errors="replace")

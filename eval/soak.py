@@ -28,7 +28,7 @@ from rich.console import Console
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 from eval.machine import device_args, provenance
 from eval.models import demo_model
-from eval.server import Server, running_server
+from eval.server import LOCAL, Server, running_server
 
 ROOT = Path(__file__).resolve().parent.parent
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -117,7 +117,7 @@ class Soak:
 
 def sample(server: Server, name: str) -> float:
     """The sum of a metric's samples."""
-    page = httpx.get(f"{server.url}/metrics", timeout=30).text
+    page = LOCAL.get(f"{server.url}/metrics", timeout=30).text
     families = text_string_to_metric_families(page)
     return sum(one.value for family in families for one in family.samples if one.name == name)
 
@@ -128,7 +128,7 @@ def check_nothing_is_held(server: Server) -> dict[str, float]:
     Errors: `RuntimeError` says what is still held.
     """
     deadline_s = time.monotonic() + IDLE_LIMIT_S
-    while httpx.post(f"{server.url}/flush_cache", timeout=60).status_code != 200:
+    while LOCAL.post(f"{server.url}/flush_cache", timeout=60).status_code != 200:
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"the server was not idle {IDLE_LIMIT_S:.0f} s after the load")
         time.sleep(1)

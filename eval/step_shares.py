@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import httpx
-
-from eval.server import Server
+from eval.server import LOCAL, Server
 
 Row = dict[str, Any]
 
@@ -24,7 +22,7 @@ KINDS = {
 
 def step_rows(server: Server, seconds: float) -> list[Row]:
     """The steps of the last seconds from `GET /echo/trace`; none of a server without Echo."""
-    answer = httpx.get(f"{server.url}/echo/trace", params={"seconds": seconds}, timeout=60)
+    answer = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": seconds}, timeout=60)
     if answer.status_code == 404:
         return []
     replicas = answer.raise_for_status().json()["replicas"]

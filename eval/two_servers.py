@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -38,7 +37,7 @@ from eval.machine import device_args, provenance
 from eval.models import demo_model
 from eval.postgres import MISSING, binaries, running_postgres
 from eval.router import probe, running_router, version_of
-from eval.server import Server, start_server, stop_server, wait_ready
+from eval.server import LOCAL, Server, start_server, stop_server, wait_ready
 from eval.two_servers_report import markdown
 from eval.workloads.jobs import write_job
 from eval.workloads.prompts import load_tokenizer
@@ -224,7 +223,7 @@ def warm_up(server: Server) -> None:
     body = {"model": SERVED_MODEL, "prompt": "def " * 400, "max_tokens": 32, "ignore_eos": True}
     for index in range(8):
         fields = {**body, "prompt": f"{index} {body['prompt']}", "service_tier": "flex"}
-        httpx.post(f"{server.url}/v1/completions", json=fields, timeout=LIMIT_S).raise_for_status()
+        LOCAL.post(f"{server.url}/v1/completions", json=fields, timeout=LIMIT_S).raise_for_status()
 
 
 def kill(server: Server) -> float:
@@ -248,7 +247,7 @@ def num_done(arm: Arm, server: Server, output: Path) -> int:
     """Lines with a record so far."""
     if arm.by_url:
         return output.read_bytes().count(b"\n") if output.exists() else 0
-    newest = httpx.get(f"{server.url}/v1/batches", params={"limit": 1}, timeout=60).json()["data"]
+    newest = LOCAL.get(f"{server.url}/v1/batches", params={"limit": 1}, timeout=60).json()["data"]
     if not newest or newest[0]["status"] not in ("in_progress", "finalizing"):
         return 0
     counts = newest[0]["request_counts"]
@@ -269,7 +268,7 @@ def check(output: Path, names: list[str]) -> None:
 
 def answered(server: Server) -> float:
     """Offline requests that the server finished."""
-    page = httpx.get(f"{server.url}/metrics", timeout=60).text
+    page = LOCAL.get(f"{server.url}/metrics", timeout=60).text
     wanted = {"task": "offline", "outcome": "finished"}
     return sum(
         sample.value

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
+
+from eval.server import LOCAL
 
 WAIT_S = 300.0
 POLL_S = 0.02
@@ -59,7 +60,7 @@ def num_posts(log: str) -> int:
 
 
 def served_model(url: str) -> str:
-    return str(httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"])
+    return str(LOCAL.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"])
 
 
 def start_cli(*args: object) -> subprocess.Popen[str]:

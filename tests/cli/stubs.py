@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from eval.server import free_port
+from eval.server import LOCAL, free_port
 from tests.cli.jobs import wait_until
 
 
@@ -56,6 +56,6 @@ class StubServer:
         assert self.process is not None
         assert self.process.poll() is None
         try:
-            return httpx.get(f"{self.url}/health").status_code == 200
+            return LOCAL.get(f"{self.url}/health").status_code == 200
         except httpx.TransportError:
             return False

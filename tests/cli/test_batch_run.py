@@ -6,11 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import orjson
 import pytest
 
-from eval.server import Server, free_port, start_server, stop_server
+from eval.server import LOCAL, Server, free_port, start_server, stop_server
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import (
     chat_line,
@@ -159,7 +158,7 @@ def test_a_line_that_the_server_aborts_is_retried_and_then_reported(
     options = ("--url", server.url, "--output", output, "--max-retries", "1", "--json")
     process = cli("batch", "run", jobs, *options)
     while process.poll() is None:
-        httpx.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=60)
+        LOCAL.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=60)
     stdout, stderr = process.communicate()
     assert "line 1 (long) failed (200: the server aborted the request); retry 1 of 1" in stderr
     summary = orjson.loads(stdout)

@@ -19,7 +19,7 @@ from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
 from eval.models import demo_model
-from eval.server import CPU_ARGS, Server, running_server
+from eval.server import CPU_ARGS, LOCAL, Server, running_server
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
 
@@ -95,7 +95,7 @@ def test_a_real_server_is_measured_and_its_profile_loads(server: Server, tmp_pat
     assert "it replaces bros of 2026-01-31 for a model, a device" in result.stderr
     for name in ("pooled", "linear", "bros", "roofline", "(best)", "MAPE"):
         assert name in result.stdout
-    state = httpx.get(f"{server.url}/echo/steps", timeout=60).json()["replicas"][0]["server"]
+    state = LOCAL.get(f"{server.url}/echo/steps", timeout=60).json()["replicas"][0]["server"]
     profile = load_profile(output, device=state["device"], model=state["model"])
     assert profile.num_samples > 50
     assert {StepKind.PREFILL, StepKind.DECODE} <= set(profile.errors)
@@ -117,7 +117,7 @@ def test_a_busy_server_is_refused_and_left_alone(
     assert "busy: 1 requests run and 0 wait" in result.stderr
     assert not (tmp_path / "none.json").exists()
     deadline_s = time.monotonic() + 60
-    while httpx.get(f"{server.url}/echo/steps").json()["replicas"][0]["num_running"]:
+    while LOCAL.get(f"{server.url}/echo/steps").json()["replicas"][0]["num_running"]:
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
 
@@ -179,7 +179,7 @@ def test_a_server_started_with_calibrate_writes_the_profile_and_serves_on(tmp_pa
             time.sleep(0.2)
         assert "--wait" in seen and "secret" not in seen
         headers = {"Authorization": "Bearer secret"}
-        [replica] = httpx.get(f"{server.url}/echo/steps", headers=headers).json()["replicas"]
+        [replica] = LOCAL.get(f"{server.url}/echo/steps", headers=headers).json()["replicas"]
         here = replica["server"]
         stored = load_profile(profile, device=here["device"], model=here["model"])
         assert stored.num_samples > 30

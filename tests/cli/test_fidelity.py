@@ -7,7 +7,6 @@ import math
 import random
 from typing import Any
 
-import httpx
 import pytest
 
 from echo_sgl.cli.calibration import Driver, fit_all
@@ -22,7 +21,7 @@ from eval.load import Phase
 from eval.mix import Mix, online_body
 from eval.models import demo_model
 from eval.records import Record, Status
-from eval.server import Server
+from eval.server import LOCAL, Server
 from eval.workloads.jobs import batch_line, shuffled
 from eval.workloads.prompts import SyntheticText, load_tokenizer
 from eval.workloads.traces import Arrival
@@ -68,7 +67,7 @@ async def play(server: Server, arm: Arm, mix: Mix) -> list[Record]:
 
 
 def num_steps(server: Server) -> int:
-    [replica] = httpx.get(f"{server.url}/echo/steps", timeout=30).json()["replicas"]
+    [replica] = LOCAL.get(f"{server.url}/echo/steps", timeout=30).json()["replicas"]
     return int(replica["num_steps"])
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import signal
 
-import httpx
 import orjson
 import pytest
 
 from echo_sgl.policies.eviction_order import Worth
-from eval.server import Server, free_port
+from eval.server import LOCAL, Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
 
 
 def complete(server: Server, prompt: str, **body: object) -> None:
     fields = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
-    httpx.post(f"{server.url}/v1/completions", json=fields | body, timeout=60).raise_for_status()
+    LOCAL.post(f"{server.url}/v1/completions", json=fields | body, timeout=60).raise_for_status()
 
 
 @pytest.mark.server

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from eval.server import free_port
+from eval.server import LOCAL, free_port
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "grafana"
 ALERTS = FOLDER / "alerts.yml"
@@ -62,7 +62,7 @@ class Prometheus:
 
         Errors: `AssertionError` with Prometheus' own words when it fails.
         """
-        reply = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=30).json()
+        reply = LOCAL.get(f"{self.url}/api/v1/{path}", params=params, timeout=30).json()
         assert reply["status"] == "success", (params, reply)
         return reply["data"]
 
@@ -74,7 +74,7 @@ class Prometheus:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/-/ready", timeout=5).status_code == 200
+            return LOCAL.get(f"{self.url}/-/ready", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import orjson
 import pytest
 
 from echo_sgl.config import CONFIG_ENV, FORCE_PROFILE_ENV, STATE_DIR_ENV
 from echo_sgl.estimators.profile import Profile, save_profile
-from eval.server import Server
+from eval.server import LOCAL, Server
 from tests.configs.grafana import ALERTS, Query, panels, queries, running_prometheus
 from tests.engine.traffic import FLEX, completion, documents, post, wait_until
 from tests.estimators.steps import true_model
@@ -197,7 +196,7 @@ def submit(server: Server, num_lines: int) -> None:
         )
         for number in range(num_lines)
     ]
-    upload = httpx.post(
+    upload = LOCAL.post(
         f"{server.url}/v1/files",
         files={"file": ("jobs.jsonl", b"\n".join(lines))},
         data={"purpose": "batch"},

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from eval.models import SIZES, SPECIAL_TOKENS
-from eval.server import Server
+from eval.server import LOCAL, Server
 
 pytestmark = [
     pytest.mark.server,
@@ -75,7 +74,7 @@ def cases(tiny_model: Path) -> list[Case]:
 def answers(server: Server, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
     """Greedy answers to all prompts sent at once."""
     sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    response = httpx.post(
+    response = LOCAL.post(
         f"{server.url}/generate",
         json={"input_ids": list(prompts), "sampling_params": sampling},
         timeout=300,
@@ -85,7 +84,7 @@ def answers(server: Server, prompts: Sequence[list[int]]) -> list[dict[str, Any]
 
 
 def attention_backend(server: Server) -> str:
-    info = httpx.get(f"{server.url}/server_info", timeout=30).raise_for_status().json()
+    info = LOCAL.get(f"{server.url}/server_info", timeout=30).raise_for_status().json()
     return str(info["attention_backend"])
 
 

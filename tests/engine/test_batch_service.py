@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import orjson
 import pytest
 from openai.types import Batch
 
 from echo_sgl.config import KEYS_FILE_ENV, STATE_DIR_ENV
-from eval.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
+from eval.server import CPU_ARGS, LOCAL, Server, start_server, stop_server, wait_ready
 from tests.cli.jobs import run_cli
 from tests.engine.traffic import metric, wait_until
 from tests.servers import COMMON_ARGS, NAMED, STRICT
@@ -177,7 +176,7 @@ def test_keys_of_tenants_open_their_own_jobs_and_inference_but_no_administration
     with pytest.raises(openai.AuthenticationError):
         client_of(server, "wrong").models.list()
     for path in ("/flush_cache", "/abort_request", "/generate", "/echo/steps"):
-        answer = httpx.post(server.url + path, headers={"Authorization": f"Bearer {BOB}"}, json={})
+        answer = LOCAL.post(server.url + path, headers={"Authorization": f"Bearer {BOB}"}, json={})
         assert answer.status_code == 401, path
     assert ended(ann, batch.id).status == "completed"
 
@@ -200,7 +199,7 @@ def test_a_batch_whose_requests_an_operator_aborts_is_answered_whole(server: Ser
         client, [line(f"line-{index}", f"{index} a", max_tokens=30) for index in range(40)]
     )
     wait_until(lambda: completed(client, batch.id) > 0, "lines are done")
-    answer = httpx.post(
+    answer = LOCAL.post(
         f"{server.url}/abort_request",
         json={"abort_all": True},
         headers={"Authorization": f"Bearer {KEY}"},
@@ -213,7 +212,7 @@ def test_a_batch_whose_requests_an_operator_aborts_is_answered_whole(server: Ser
 
 def test_without_a_state_directory_the_routes_are_absent(echo_server: Server) -> None:
     for path in ("/v1/batches", "/v1/files"):
-        assert httpx.get(echo_server.url + path).status_code == 404
+        assert LOCAL.get(echo_server.url + path).status_code == 404
 
 
 @pytest.mark.slow

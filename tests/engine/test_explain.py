@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from eval.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.cli.test_trace_events import check_format
 from tests.engine.traffic import (
@@ -45,7 +46,7 @@ def server(server_for, write_config):
 
 def explained(server, rid: str) -> dict[str, Any]:
     """The answer, empty while the request is not there."""
-    answer = httpx.get(f"{server.url}/echo/requests/{rid}", timeout=60)
+    answer = LOCAL.get(f"{server.url}/echo/requests/{rid}", timeout=60)
     return answer.json() if answer.status_code == 200 else {}
 
 
@@ -62,7 +63,7 @@ def abort(server) -> None:
 
 
 def test_an_unknown_id_is_answered_with_404(server):
-    answer = httpx.get(f"{server.url}/echo/requests/nobody", timeout=60)
+    answer = LOCAL.get(f"{server.url}/echo/requests/nobody", timeout=60)
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert "no request 'nobody' is here" in error["message"]
@@ -173,7 +174,7 @@ def test_the_trace_has_predicted_and_true_times(server, tmp_path):
     learn(server)
     asyncio.run(send_all(server, [completion("a step", 8), completion("and one", 8, **FLEX)]))
     wait_until(lambda: is_idle(server), "all steps are over")
-    [replica] = httpx.get(f"{server.url}/echo/trace?seconds=600", timeout=60).json()["replicas"]
+    [replica] = LOCAL.get(f"{server.url}/echo/trace?seconds=600", timeout=60).json()["replicas"]
     steps = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
     assert all(replica["now_s"] - 600 <= step["start_s"] <= replica["now_s"] for step in steps)
     last = [step for step in steps if step["time_s"] is not None][-8:]

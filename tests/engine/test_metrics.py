@@ -7,10 +7,10 @@ import re
 import shutil
 import subprocess
 
-import httpx
 import pytest
 
 from echo_sgl.engine.metrics import outcome_of
+from eval.server import LOCAL
 from tests.engine.traffic import FLEX, completion, documents, metric, send_all
 
 ours = pytest.mark.server
@@ -41,7 +41,7 @@ def test_tokens_and_latencies_add_up_to_what_the_clients_saw(echo_server, task):
 
 @ours
 def test_every_series_is_there_before_its_first_event(echo_server):
-    page = httpx.get(f"{echo_server.url}/metrics").text
+    page = LOCAL.get(f"{echo_server.url}/metrics").text
     for outcome in ("finished", "cancelled", "expired", "failed"):
         for task in ("online", "offline"):
             series = rf'echo_sgl_requests_total{{outcome="{outcome}",task="{task}"}} \d'
@@ -52,7 +52,7 @@ def test_every_series_is_there_before_its_first_event(echo_server):
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (package prometheus)")
 def test_promtool_finds_no_fault_with_our_metrics(echo_server):
     """SGLang's own names hold colons, which promtool rejects: only ours are given to it."""
-    page = httpx.get(f"{echo_server.url}/metrics").text
+    page = LOCAL.get(f"{echo_server.url}/metrics").text
     lines = [line for line in page.splitlines() if re.match(r"(# (HELP|TYPE) )?echo_sgl_", line)]
     assert len(lines) > 100
     command = ["promtool", "check", "metrics"]

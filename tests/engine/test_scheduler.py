@@ -8,7 +8,7 @@ import random
 import httpx
 import pytest
 
-from eval.server import Server
+from eval.server import LOCAL, Server
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -91,9 +91,9 @@ def test_two_thousand_pooled_requests_survive_aborts_and_a_flush(server_for, wri
         aborted = [f"job-{number:05d}" for number in range(1900, 2000)]
         await send_all(server, [{"rid": rid} for rid in aborted], "/abort_request")
         await until(lambda: pooled(server) < 2000, "a hundred are aborted")
-        assert httpx.post(f"{server.url}/flush_cache").status_code == 400  # work is pending
+        assert LOCAL.post(f"{server.url}/flush_cache").status_code == 400  # work is pending
         assert post(server, "/pause_generation", {"mode": "retract"}).status_code == 200
-        assert httpx.post(f"{server.url}/flush_cache").status_code == 200
+        assert LOCAL.post(f"{server.url}/flush_cache").status_code == 200
         assert pooled(server) > 1900
         assert post(server, "/continue_generation", {}).status_code == 200
         assert (await send_all(server, [completion("online in between")]))[0].status_code == 200
@@ -108,7 +108,7 @@ def test_two_thousand_pooled_requests_survive_aborts_and_a_flush(server_for, wri
     assert metric(server, "echo_sgl_requests_total", outcome="finished", **offline) == 1900
     assert metric(server, "echo_sgl_requests_total", outcome="cancelled", **offline) == 106
     wait_until(lambda: is_idle(server) and pooled(server) == 0, "everything has ended")
-    assert httpx.post(f"{server.url}/flush_cache").status_code == 200
+    assert LOCAL.post(f"{server.url}/flush_cache").status_code == 200
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_offline_requests_run_in_prefix_order_however_they_arrive(cramped_server
 
 def test_neighbours_that_arrive_together_compute_their_shared_prefix_once(echo_server):
     """All fit into one prefill step; computed at once, each would miss the same prefix."""
-    httpx.post(f"{echo_server.url}/flush_cache")
+    LOCAL.post(f"{echo_server.url}/flush_cache")
     [shared] = documents(1, 40, seed=31)
     bodies = [completion(f"{shared} {n}", 1, **FLEX) for n in range(12)]
     answers = asyncio.run(send_all(echo_server, bodies))
@@ -145,7 +145,7 @@ def test_neighbours_that_arrive_together_compute_their_shared_prefix_once(echo_s
 
 def test_an_online_request_takes_the_memory_of_offline_ones(cramped_server):
     server = cramped_server
-    httpx.post(f"{server.url}/flush_cache")
+    LOCAL.post(f"{server.url}/flush_cache")
     long_offline = completion(documents(1, 150, seed=5)[0], 1500, **FLEX)
     online = completion(documents(1, 300, seed=6)[0], 40)
 
@@ -206,7 +206,7 @@ def test_an_unfinished_offline_prefill_steps_aside_for_an_online_request(echo_se
     before = metric(echo_server, "echo_sgl_parked_prefills_total")
     num_retractions = metric(echo_server, "echo_sgl_retractions_total")
     for _ in range(20):  # online requests may come too late to meet an unfinished prefill
-        httpx.post(f"{echo_server.url}/flush_cache")
+        LOCAL.post(f"{echo_server.url}/flush_cache")
         answers = asyncio.run(run())
         assert texts(answers) == stock_texts([*long_prompts, *short])
         wait_until(lambda: is_idle(echo_server), "the server is idle")
@@ -229,7 +229,7 @@ def test_a_cancelled_prefill_leaves_nothing_behind(echo_server):
 
     asyncio.run(run())
     wait_until(
-        lambda: httpx.post(f"{echo_server.url}/flush_cache").status_code == 200,
+        lambda: LOCAL.post(f"{echo_server.url}/flush_cache").status_code == 200,
         "all is cancelled and the cache can be flushed",
     )
     assert pooled(echo_server) == 0
@@ -252,5 +252,5 @@ def test_a_json_schema_holds_for_an_offline_request(echo_server):
 
 
 def _running(server) -> int:
-    loads = httpx.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
+    loads = LOCAL.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
     return sum(load["num_running_reqs"] for load in loads)

@@ -9,11 +9,11 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, StepKind
 from echo_sgl.engine.step_timing import StepTimer, row_of_batch
+from eval.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.engine.traffic import FLEX, completion, documents, is_idle, send_all, wait_until
 
@@ -96,7 +96,7 @@ def test_an_idle_batch_is_no_step():
 
 @pytest.mark.server
 def test_a_server_hands_out_the_steps_that_it_ran(echo_server):
-    httpx.post(f"{echo_server.url}/flush_cache", timeout=60).raise_for_status()
+    LOCAL.post(f"{echo_server.url}/flush_cache", timeout=60).raise_for_status()
     before = steps(echo_server)["num_steps"]
     bodies = [completion(text, 12, **FLEX) for text in documents(3, 200, seed=21)]
     answers = asyncio.run(send_all(echo_server, bodies))
@@ -130,5 +130,5 @@ def test_a_server_without_echo_is_told_apart(stock_server):
 
 
 def steps(server: Any) -> dict[str, Any]:
-    [replica] = httpx.get(f"{server.url}/echo/steps", timeout=60).json()["replicas"]
+    [replica] = LOCAL.get(f"{server.url}/echo/steps", timeout=60).json()["replicas"]
     return dict(replica)

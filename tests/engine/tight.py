@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 
+from eval.server import LOCAL
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -59,5 +60,5 @@ async def offline_then_online(server) -> list[httpx.Response]:
 
 
 def num_running(server) -> int:
-    loads = httpx.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
+    loads = LOCAL.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
     return sum(load["num_running_reqs"] for load in loads)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,7 +15,7 @@ from echo_sgl.types import Task
 from eval.corun_phases import empty_cache
 from eval.load import Phase, Request, make_request
 from eval.records import Record, Status
-from eval.server import Server, free_port
+from eval.server import LOCAL, Server, free_port
 from eval.workloads.prompts import SyntheticText, load_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -59,7 +58,7 @@ def job(texts: SyntheticText, num_lines: int, *, tokens: int = ANSWER_TOKENS) ->
 def counters(server: Server) -> dict[str, float]:
     """Totals of the server's own token counters."""
     totals = dict.fromkeys(("prompt_tokens", "generation_tokens", "cached_tokens"), 0.0)
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = LOCAL.get(f"{server.url}/metrics", timeout=30).text
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("sglang:")
         if name in totals:
