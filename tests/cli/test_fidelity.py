@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from echo_sgl.cli.calibration import Driver, fit_all
-from echo_sgl.config import load_config, resolve_config_path
+from echo_sgl.config import load_config
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.types import Task
 from eval.ablation_arms import preset_arm
@@ -25,9 +27,25 @@ from eval.server import LOCAL, Server
 from eval.workloads.jobs import batch_line, shuffled
 from eval.workloads.prompts import SyntheticText, load_tokenizer
 from eval.workloads.traces import Arrival
+from tests.servers import COMMON_ARGS, NAMED, ServerPool
 
+# What online requests used before, calibration too, is not in the simulation.
+CONFIG = "[reserve]\npredictor = 'off'\n"
 NUM_DOCUMENTS, NUM_QUESTIONS, DOCUMENT_TOKENS = 15, 4, 1500
 LIMIT_S = 240.0
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    path = tmp_path / "no-reserve.toml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def server(server_for: ServerPool, config_path: Path) -> Iterator[Server]:
+    with server_for.once((*COMMON_ARGS, *NAMED), config=str(config_path)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +100,7 @@ def tokens_by_id(records: list[Record]) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.server
 def test_what_a_server_did_is_what_its_simulated_twin_does(
-    server: Server, mix: Mix, tokenizer: Any
+    server: Server, config_path: Path, mix: Mix, tokenizer: Any
 ) -> None:
     driver = Driver(server.url, None, random.Random(0))
     samples = driver.measure(5.0, on_wave=lambda share: None)
@@ -96,7 +114,7 @@ def test_what_a_server_did_is_what_its_simulated_twin_does(
     config = ServerConfig(
         device=profile.estimator,
         kv_tokens=driver.server["max_total_tokens"],
-        echo=load_config(resolve_config_path("echo")),
+        echo=load_config(config_path),
         max_running_requests=driver.server["max_running_requests"],
         chunked_prefill_tokens=driver.server["chunked_prefill_tokens"],
         host=profile.host,
