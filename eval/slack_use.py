@@ -74,7 +74,7 @@ class SlackOptions:
     """What is simulated."""
 
     name: str = option("slack-use", "folder under eval/results/ that takes the results")
-    profile: str = option(str(PROFILE), "of the server, from `echo-sgl calibrate`")
+    profile: str = option("", "from `echo-sgl calibrate`; default: eval/profiles/base-cpu.json")
     rates_rps: str = option("1,1.6", "comma list of mean online rates")
     duration_s: float = option(60.0, "how long online requests keep coming", 1)
     workers: int = option(1, "processes; the results are the same", 1)
@@ -84,6 +84,10 @@ class SlackOptions:
         for text in self.rates_rps.split(","):
             if not text.replace(".", "", 1).isdigit() or float(text) <= 0:
                 raise ValueError(f"--rates-rps holds {text!r}; allowed are numbers above 0")
+
+    @property
+    def profile_path(self) -> Path:
+        return Path(self.profile) if self.profile else PROFILE
 
     @property
     def rates(self) -> list[float]:
@@ -110,7 +114,7 @@ class Load:
         tokenizer = load_tokenizer(str(demo_model("tiny")))  # all sizes have it
         mix = build_mix(ablation, tokenizer, point.rate_rps / ablation.online_load)
         self._prompts = Prompts(bodies_of(mix), tokenizer)
-        self._profile = load_profile(Path(options.profile), device="", model="", force=True)
+        self._profile = load_profile(options.profile_path, device="", model="", force=True)
         self._ablation = ablation
         self.online = [
             _sent(f"online-{place}", Task.ONLINE, LEAD_S + arrival.at_s)
@@ -250,7 +254,7 @@ def main(argv: Sequence[str]) -> None:
     add_arguments(parser, SlackOptions, {})
     try:
         options = SlackOptions(**vars(parser.parse_args(argv)))
-        profile = load_profile(Path(options.profile), device="", model="", force=True)
+        profile = load_profile(options.profile_path, device="", model="", force=True)
     except (ValueError, EchoError) as error:
         parser.error(str(error))
     rows = run_all(options)
