@@ -14,22 +14,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from echo_sgl.batch_shape import BatchRow, BatchShape
-from echo_sgl.config import SloConfig
 from echo_sgl.estimators.kv_demand import create_kv_demand
-from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.policies.batch_size import create_batch_size
-from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
-from echo_sgl.policies.offline_order import create_offline_order
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
-from echo_sgl.policies.step_limit import Promise, StepLimit, create_step_limit
+from echo_sgl.policies.step_limit import StepLimit, create_step_limit
 from echo_sgl.policies.step_planner import Contexts, StepPlanner
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup, SummedShape
 from echo_sgl.sim.estimator_feed import EstimatorFeed
 from echo_sgl.sim.kv_pool import KvPool
-from echo_sgl.sim.offline_pool import SimOfflinePool
+from echo_sgl.sim.parts import live_estimator, offline_pool, promise_of
 from echo_sgl.sim.prefix_tree import PrefixTree
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server_config import ServerConfig
@@ -65,7 +61,7 @@ class SimScheduler:
         self, config: ServerConfig, results: SimResults, steps_left: Callable[[SimRequest], int]
     ) -> None:
         self.config, self.results, self._steps_left = config, results, steps_left
-        self.pool = _offline_pool(config)
+        self.pool = offline_pool(config)
         self._set_up_memory()
         self._set_up_planning()
         self._set_up_requests()
@@ -91,7 +87,7 @@ class SimScheduler:
     def _set_up_planning(self) -> None:
         """What a step will take, and what may be in it."""
         config, echo = self.config, self.config.echo
-        self.estimator = _estimator(config)
+        self.estimator = live_estimator(config)
         self.planner = StepPlanner(
             echo.steps,
             create_step_limit(echo.steps, echo.slo, mixes_prefill=config.enable_mixed_chunk),
@@ -110,7 +106,7 @@ class SimScheduler:
 
     def _set_up_requests(self) -> None:
         """Who decodes, prefills, sits out and waits."""
-        page, self.promise = self.config.page_tokens, _promise(self.config.echo.slo)
+        page, self.promise = self.config.page_tokens, promise_of(self.config.echo.slo)
         self.online = DecodeGroup(page, ttft_s=self.promise.ttft_s, tpot_s=self.promise.tpot_s)
         self.offline = DecodeGroup(page)
         self.parked: dict[str, SimRequest] = {}
@@ -386,27 +382,3 @@ def _holder(request: SimRequest, *, is_parked: bool) -> Holder:
 
 def _uncached_tokens(request: SimRequest) -> int:
     return max(0, request.seq_tokens - request.protected_tokens)
-
-
-def _offline_pool(config: ServerConfig) -> SimOfflinePool:
-    offline = config.echo.offline
-    order = create_offline_order(
-        offline.order, utility_ratio=offline.utility_ratio, seed=offline.seed
-    )
-    return SimOfflinePool(DeadlineOrder(order))
-
-
-def _estimator(config: ServerConfig) -> LiveBatchTime:
-    settings = config.echo.estimator
-    return LiveBatchTime(
-        config.device,
-        quantile=settings.quantile,
-        # The model is the device's own: a fit to exact times could only find it again.
-        refit_steps=settings.refit_steps if config.noise else 0,
-        stale_s=settings.stale_s,
-        error=settings.error,
-    )
-
-
-def _promise(slo: SloConfig) -> Promise:
-    return Promise(slo.ttft_s or math.inf, slo.tpot_s or math.inf)
