@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from echo_sgl.config import CONFIG_ENV
 
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+LISTEN_PORTS = (20_000, 32_768)  # Linux takes those of outgoing connections from 32,768 on
 CPU_ARGS = ("--device", "cpu", "--dtype", "float32")
 # For servers on this machine. They speak plain HTTP, and what `httpx.get` does for each call, to
 # read the certificates, takes 40 ms of a core that the servers need.
@@ -43,9 +45,16 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, and that no outgoing connection is given by chance.
+
+    A server binds it half a minute later. Ports that the kernel hands out itself are often taken
+    by then, and two that are chosen at once should differ.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*LISTEN_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
