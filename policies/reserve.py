@@ -17,6 +17,8 @@ class BurstReserve:
     present use, at least `min_tokens` and at most `max_share` of the pool. While there is no
     forecast it starts at `cold_start_share` of the pool, within the same bounds, and shrinks
     to nothing over `window_s` without online requests; without a predictor it is `min_tokens`.
+    One offline request that is alone may have all but `min_tokens`: a burst can take its memory
+    at once, and a job whose requests are larger than the limit goes on, one at a time.
 
     Source: Echo 4.2 (threshold on active KV) and 5.3 (prediction of online use).
     Units:  seconds and tokens.
@@ -53,10 +55,11 @@ class BurstReserve:
         """What must stay free for online growth beyond the present online use."""
         return min(max(self._growth_tokens(now_s), self._lowest_tokens), self._highest_tokens)
 
-    def offline_limit_tokens(self, now_s: float) -> int:
-        """What active offline requests may hold; never negative."""
+    def offline_limit_tokens(self, now_s: float, *, is_alone: bool = False) -> int:
+        """What active offline requests may hold together, or one of them alone; not negative."""
         free_tokens = self._capacity_tokens - self._online_tokens
-        return max(0, free_tokens - self.reserve_tokens(now_s))
+        kept_tokens = self._lowest_tokens if is_alone else self.reserve_tokens(now_s)
+        return max(0, free_tokens - kept_tokens)
 
     def _growth_tokens(self, now_s: float) -> int:
         if self._predictor is None:

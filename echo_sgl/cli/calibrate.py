@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from echo_sgl.estimators.profile import Profile
 
 IDLE_WITHIN_S = 120.0
+RESERVE_WARNING = (
+    "The server's burst reserve took the measurement for traffic and keeps room for it for up to "
+    "reserve.window_s: POST /echo/forget-demand was refused, which wants the admin key if there is "
+    "one."
+)
 
 
 def calibrate(
@@ -39,8 +44,9 @@ def calibrate(
 
         echo-sgl calibrate --url http://127.0.0.1:30000 --output profile.json
 
-    Prints each model's error on steps that its fit did not see. A busy server is refused. A
-    profile that was there is replaced at the end; a file that is no profile never is.
+    Prints each model's error on steps that its fit did not see. A busy server is refused. Its
+    burst reserve begins anew, lest it keep room for these requests. A profile that was there is
+    replaced at the end; a file that is no profile never is.
     """
     from rich.console import Console
 
@@ -62,6 +68,8 @@ def calibrate(
         samples = driver.measure(
             seconds, on_wave=lambda share: status.update(f"measuring, {share:.0%}")
         )
+    if not driver.forget_demand():
+        console.print(RESERVE_WARNING, highlight=False)
     calibration = fit_all(samples, driver.server, seed=seed, host=driver.host_time())
     Console().print(error_table(calibration))
     if calibration.host is not None:

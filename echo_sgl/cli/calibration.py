@@ -147,6 +147,13 @@ class Driver:
         num_columns = len(BatchRow._fields)
         return table[:, :num_columns], table[:, num_columns]
 
+    def forget_demand(self) -> bool:
+        """Keep the reserve from taking the waves for traffic; whether the server agreed."""
+        try:
+            return self._client.post("/echo/forget-demand").is_success
+        except httpx.HTTPError as error:
+            raise StepsError(f"the server at {self._url} failed meanwhile: {error}") from error
+
     def host_time(self) -> HostTime | None:
         """What the server took beside its device in `measure`; None if its steps do not tell."""
         elapsed_s = time.monotonic() - self._start_s

@@ -163,8 +163,10 @@ class EchoPrefillAdder(PrefillAdder):
         if self.kv_limits is None:
             return self._add_within_limit(req, has_chunked_req, truncation_align_size)
         planned_tokens = self.planned_tokens + self._growth_tokens(req)
-        if self.kv_limits.holds_back(req, planned_tokens):
-            facts = self.kv_limits.facts(req, planned_tokens)
+        num_offline = len(self._offline_running()) + len(self.control.parked) + 1
+        num_offline += self.planned_tokens > 0
+        if self.kv_limits.holds_back(req, planned_tokens, num_offline):
+            facts = self.kv_limits.facts(req, planned_tokens, num_offline)
             self.control.refuse(Reason.RESERVE, req.rid, **facts)
             return AddReqResult.OTHER
         result = self._add_within_limit(req, has_chunked_req, truncation_align_size)

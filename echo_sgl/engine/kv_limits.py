@@ -23,13 +23,18 @@ class KvLimits:
     def __init__(self, config: ReserveConfig, tree_cache: Any, allocator: Any) -> None:
         self.capacity_tokens: int = allocator.size
         self._tree_cache, self._allocator = tree_cache, allocator
-        self._reserve = BurstReserve(config, create_kv_demand(config), self.capacity_tokens)
-        self._now_s = 0.0
+        self._config, self._now_s = config, 0.0
+        self.forget_demand()
         self._has_warned = False
         self._holds_back = False
         self.online_tokens = 0
         self.num_held_back = 0
         self.num_reserve_hits = 0
+
+    def forget_demand(self) -> None:
+        """Begin as at the server's start: what ran until now says nothing about the next hour."""
+        demand = create_kv_demand(self._config)
+        self._reserve = BurstReserve(self._config, demand, self.capacity_tokens)
 
     def observe(self, now_s: float, online_tokens: int) -> None:
         """Note what the running online requests hold; once per scheduler step."""
@@ -48,30 +53,38 @@ class KvLimits:
 
     @property
     def offline_limit_tokens(self) -> int:
+        """What several offline requests may hold; see `limit_tokens` for one."""
         return self._reserve.offline_limit_tokens(self._now_s)
+
+    def limit_tokens(self, num_offline: int) -> int:
+        """What so many offline requests may hold together; one alone may have more."""
+        return self._reserve.offline_limit_tokens(self._now_s, is_alone=num_offline == 1)
 
     @property
     def reserve_tokens(self) -> int:
         return self._reserve.reserve_tokens(self._now_s)
 
-    @property
-    def excess_tokens(self) -> int:
-        """By how much active offline KV is over its limit now."""
-        return max(0, self.offline_tokens - self.offline_limit_tokens)
+    def excess_tokens(self, num_offline: int) -> int:
+        """By how much the KV that `num_offline` requests hold is over their limit now."""
+        return max(0, self.offline_tokens - self.limit_tokens(num_offline))
 
     def new_tokens(self, req: Any) -> int:
         """What starting this request would make active: its prefix may be held already."""
         return int(req.seqlen) - self._locked_prefix_tokens(req)
 
-    def holds_back(self, req: Any, planned_tokens: int) -> bool:
-        """Whether the request must wait for the reserve, `planned_tokens` being promised."""
+    def holds_back(self, req: Any, planned_tokens: int, num_offline: int) -> bool:
+        """Whether the request must wait for the reserve, `planned_tokens` being promised.
+
+        With it `num_offline` offline requests would hold memory.
+        """
         need = self.new_tokens(req)
         total = self.offline_tokens + planned_tokens + need
-        self._holds_back = total > self.offline_limit_tokens
+        self._holds_back = total > self.limit_tokens(num_offline)
         if not self._holds_back:
             return False
         self.num_held_back += 1
-        if req.seqlen > self.offline_limit_tokens and not self._has_warned:
+        most_tokens = self.limit_tokens(num_offline=1)
+        if req.seqlen > most_tokens and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "Offline request %s needs %d KV tokens; the pool of %d has a limit of %d for "
@@ -80,17 +93,17 @@ class KvLimits:
                 req.rid,
                 req.seqlen,
                 self.capacity_tokens,
-                self.offline_limit_tokens,
+                most_tokens,
             )
         return True
 
-    def facts(self, req: Any, planned_tokens: int) -> dict[str, int]:
+    def facts(self, req: Any, planned_tokens: int, num_offline: int) -> dict[str, int]:
         """What `holds_back` compares, in tokens."""
         return {
             "needed_tokens": self.new_tokens(req),
             "planned_tokens": planned_tokens,
             "used_tokens": self.offline_tokens,
-            "limit_tokens": self.offline_limit_tokens,
+            "limit_tokens": self.limit_tokens(num_offline),
         }
 
     def note_start(self, req: Any) -> None:

@@ -25,6 +25,7 @@ REQUEST_QUESTION = "echo-sgl-request:"
 TRACE_QUESTION = "echo-sgl-trace:"
 RECORDING_QUESTION = "echo-sgl-recording:"
 BUDGET_KEY = "echo_sgl_budget_s"
+FORGET_DEMAND_KEY = "echo_sgl_forget_demand"
 MAX_BUDGET_S = 3600.0
 
 
@@ -89,6 +90,16 @@ def budget_problem(limit: str, budget_s: object) -> str | None:
         f"budget_s is {repr(budget_s)[:100]}; allowed are seconds above 0 and up to "
         f'{MAX_BUDGET_S:g}, as in {{"budget_s": 0.05}}'
     )
+
+
+def obey(
+    scheduler: EchoScheduler, server_args: dict[str, int | float]
+) -> SetInternalStateReqOutput | None:
+    """Do what our routes ask for; None for settings of SGLang's own."""
+    if FORGET_DEMAND_KEY in server_args:
+        scheduler.kv_limits.forget_demand()
+        return SetInternalStateReqOutput(updated=True)
+    return set_budget(scheduler.step_control.planner.limit, server_args)
 
 
 def set_budget(

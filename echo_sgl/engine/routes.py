@@ -16,6 +16,7 @@ from echo_sgl.engine.batch_routes import add_to_server
 from echo_sgl.engine.calibrate_at_start import start_calibration
 from echo_sgl.engine.questions import (
     BUDGET_KEY,
+    FORGET_DEMAND_KEY,
     RECORDING_QUESTION,
     REQUEST_QUESTION,
     STEPS_QUESTION,
@@ -52,6 +53,13 @@ def _router(tokenizer_manager: Any) -> APIRouter:
         answers = await tokenizer_manager.get_internal_state_communicator(request)
         states = [answer.internal_state for answer in answers]
         return sorted(states, key=lambda state: int(state["replica"]))
+
+    async def tell(key: str, value: float) -> list[bool]:
+        """Whether each replica did as told."""
+        tokenizer_manager.auto_create_handle_loop()
+        order = SetInternalStateReq(server_args={key: value})
+        answers = await tokenizer_manager.set_internal_state_communicator(order)
+        return [answer.updated for answer in answers]
 
     @router.get("/steps")
     async def steps() -> dict[str, Any]:
@@ -93,12 +101,16 @@ def _router(tokenizer_manager: Any) -> APIRouter:
         budget_s = _budget_of(await request.body())
         if problem := budget_problem(active_config().steps.limit, budget_s):
             return _error(HTTPStatus.BAD_REQUEST, problem, "budget_s")
-        order = SetInternalStateReq(server_args={BUDGET_KEY: float(budget_s)})
-        tokenizer_manager.auto_create_handle_loop()
-        answers = await tokenizer_manager.set_internal_state_communicator(order)
-        if not all(answer.updated for answer in answers):
+        updated = await tell(BUDGET_KEY, float(budget_s))
+        if not all(updated):
             return _error(HTTPStatus.CONFLICT, "a replica refused the budget; see its log", None)
-        return {"budget_s": float(budget_s), "num_replicas": len(answers)}
+        return {"budget_s": float(budget_s), "num_replicas": len(updated)}
+
+    @router.post("/forget-demand")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def forget_demand() -> dict[str, int]:
+        """Start the reserve anew: what was asked of the server until now was no traffic."""
+        return {"num_replicas": len(await tell(FORGET_DEMAND_KEY, 1))}
 
     return router
 

@@ -36,7 +36,7 @@ from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offline_pool import MAX_OFFERED, OfflinePool
 from echo_sgl.engine.pool_intake import PoolIntake
-from echo_sgl.engine.questions import answer_question, set_budget
+from echo_sgl.engine.questions import answer_question, obey
 from echo_sgl.engine.recording import RecordingLog
 from echo_sgl.engine.refusals import Reason
 from echo_sgl.engine.server_facts import server_facts
@@ -175,7 +175,7 @@ class EchoScheduler(PoolIntake):
         return super().get_internal_state(recv_req) if own is None else own
 
     def set_internal_state(self, recv_req: Any) -> Any:
-        own = set_budget(self.step_control.planner.limit, recv_req.server_args)
+        own = obey(self, recv_req.server_args)
         return super().set_internal_state(recv_req) if own is None else own
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
@@ -284,7 +284,7 @@ class EchoScheduler(PoolIntake):
 
     def _shed_offline(self, running_batch: ScheduleBatch) -> None:
         """Retract offline requests that outgrew what the reserve leaves, parked ones first."""
-        while self.kv_limits.excess_tokens:
+        while self.kv_limits.excess_tokens(self._num_offline(running_batch)):
             if not self._retract_one(running_batch, running_batch.reqs):
                 return
 
@@ -306,15 +306,19 @@ class EchoScheduler(PoolIntake):
         limit = self.offline_config.max_prefill_tokens_per_step
         return limit if limit and self.step_control.planner.view.is_present else None
 
+    def _num_offline(self, running_batch: ScheduleBatch) -> int:
+        """How many offline requests hold memory: decoding, parked or between chunks."""
+        chunked = [self.chunked_req] if self.chunked_req is not None else []
+        num_running = sum(is_offline(req) for req in (*running_batch.reqs, *chunked))
+        return num_running + len(self.step_control.parked)
+
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""
         # No more can start than there are slots; a few more are there to choose from.
         num_free = self.req_to_token_pool.available_size()
         limit = min(MAX_OFFERED, num_free + active_config().steps.candidates)
         if self.offline_config.max_running_requests:
-            running = sum(is_offline(req) for req in running_batch.reqs)
-            running += self.chunked_req is not None and is_offline(self.chunked_req)
-            running += len(self.step_control.parked)
+            running = self._num_offline(running_batch)
             most = self.offline_config.max_running_requests
             limit = min(limit, most - running)
             if limit <= 0:

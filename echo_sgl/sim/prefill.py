@@ -77,9 +77,7 @@ class PrefillPass:
         steps, offline = scheduler.config.echo.steps, scheduler.config.echo.offline
         limit = min(MAX_OFFERED, self._free_slots() + steps.candidates)
         if offline.max_running_requests:
-            running = len(scheduler.offline) + len(scheduler.parked)
-            running += scheduler.chunked is not None and scheduler.chunked.is_offline
-            limit = min(limit, offline.max_running_requests - running)
+            limit = min(limit, offline.max_running_requests - scheduler.num_offline)
         offered = scheduler.pool.upcoming(max(0, limit))
         return self._weighed(offered, steps.candidates)
 
@@ -195,7 +193,9 @@ class PrefillPass:
             growth = left * scheduler.new_token_ratio
         new = request.seq_tokens - self._kv.tree.locked_prefix_tokens(request.blocks)
         planned = self._planned_offline_tokens + int(growth)
-        return scheduler.offline_tokens + planned + new > scheduler.offline_limit_tokens
+        num_offline = scheduler.num_offline + (self._planned_offline_tokens > 0) + 1
+        limit_tokens = scheduler.offline_limit_tokens(num_offline)
+        return scheduler.offline_tokens + planned + new > limit_tokens
 
     def _prefix_is_being_computed(self, request: SimRequest, prefix_tokens: int) -> bool:
         """Whether a neighbour computes now what this one would: one step later it is a hit."""

@@ -142,8 +142,13 @@ class SimScheduler:
         return max(0, self.kv.active_tokens - self.online_tokens)
 
     @property
-    def offline_limit_tokens(self) -> int:
-        return self.reserve.offline_limit_tokens(self.now_s)
+    def num_offline(self) -> int:
+        """How many offline requests hold memory: decoding, parked or between chunks."""
+        between_chunks = self.chunked is not None and self.chunked.is_offline
+        return len(self.offline) + len(self.parked) + between_chunks
+
+    def offline_limit_tokens(self, num_offline: int) -> int:
+        return self.reserve.offline_limit_tokens(self.now_s, is_alone=num_offline == 1)
 
     @property
     def is_quiet(self) -> bool:
@@ -295,8 +300,9 @@ class SimScheduler:
 
     def shed(self) -> None:
         """Retract offline requests that outgrew what the reserve leaves."""
-        while self.offline_tokens > self.offline_limit_tokens and self.retract_first():
-            pass
+        while self.offline_tokens > self.offline_limit_tokens(self.num_offline):
+            if not self.retract_first():
+                return
 
     def retract_first(self) -> bool:
         """Take memory from an offline request: parked before running, least lost first."""

@@ -15,6 +15,7 @@ import pytest
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, rows_of
 from echo_sgl.cli.calibrate import host_line
 from echo_sgl.cli.calibration import DECODE_TOKENS, fit_all, grid, host_gaps
+from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
@@ -85,6 +86,12 @@ def test_samples_without_decodes_are_refused_by_the_column():
         fit_all((rows[only_prefill], times_s[only_prefill]), SERVER, seed=0)
 
 
+def reserve_tokens(server: Server) -> float:
+    page = LOCAL.get(f"{server.url}/metrics", timeout=30).text
+    [line] = [one for one in page.splitlines() if one.startswith("echo_sgl_reserve_tokens{")]
+    return float(line.split()[-1])
+
+
 @pytest.mark.server
 def test_a_real_server_is_measured_and_its_profile_loads(server: Server, tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
@@ -102,6 +109,8 @@ def test_a_real_server_is_measured_and_its_profile_loads(server: Server, tmp_pat
     shape = BatchShape()
     shape.add_decode(100)
     assert 0 < profile.estimator.predict_s(shape) < 10
+    cold_start_tokens = ReserveConfig().cold_start_share * state["max_total_tokens"]
+    assert reserve_tokens(server) <= cold_start_tokens  # the waves filled the pool
 
 
 @pytest.mark.server

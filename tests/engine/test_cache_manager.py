@@ -83,8 +83,8 @@ def test_prefixes_that_wait_for_requests_outlive_finished_ones(echo_server):
 
 @pytest.fixture
 def reserving_server(server_for, write_config) -> Server:
-    """Echo's own order, and a reserve that leaves offline work an eighth of the pool."""
-    config = write_config(cache={"order": "echo"}, reserve={"min_tokens": 7000, "max_share": 0.9})
+    """Echo's own order, and a reserve that leaves offline work a quarter of the pool, or less."""
+    config = write_config(cache={"order": "echo"}, reserve={"min_tokens": 6000, "max_share": 0.9})
     return server_for(ARGS, config=config, env=STRICT)
 
 
@@ -103,7 +103,7 @@ def test_a_request_that_does_not_fit_beside_the_reserve_waits_and_that_is_said_o
     reserving_server,
 ):
     server = reserving_server
-    texts_of_two = documents(2, 500, seed=14)
+    texts_of_two = documents(2, 900, seed=14)
     before = metric(server, "echo_sgl_held_back_total")
 
     async def scenario() -> None:
@@ -125,7 +125,26 @@ def test_a_request_that_does_not_fit_beside_the_reserve_waits_and_that_is_said_o
     asyncio.run(scenario())
     assert server.log().count("the rest is kept for online bursts") == 1
     assert post(server, "/v1/completions", completion("short", 2, **FLEX)).status_code == 200
-    assert metric(server, "echo_sgl_reserve_tokens", task="online") >= 7000
+    assert metric(server, "echo_sgl_reserve_tokens", task="online") >= 6000
+
+
+def test_after_a_burst_a_job_of_large_requests_goes_on_one_at_a_time(reserving_server, stock_texts):
+    """The reserve remembers the burst for an hour and leaves less than one request needs."""
+    server = reserving_server
+    flush(server)
+    run(server, [completion(text, 40) for text in documents(5, 500, seed=15)])
+    wait_until(
+        lambda: metric(server, "echo_sgl_reserve_tokens", task="online") > 7000,
+        "the burst fills the reserve",
+    )
+    job = [completion(text, 4, **FLEX) for text in documents(6, 500, seed=16)]
+    before = metric(server, "echo_sgl_held_back_total")
+    answers = run(server, job)
+    assert texts(answers) == stock_texts(job)
+    assert min(answer.json()["usage"]["prompt_tokens"] for answer in answers) > POOL_TOKENS / 8
+    wait_until(
+        lambda: metric(server, "echo_sgl_held_back_total") > before, "the others waited for the one"
+    )
 
 
 def test_a_reserve_above_the_pool_stops_the_server_with_the_reason(server_for, write_config):

@@ -20,6 +20,7 @@ ROUTES = [
     ("GET", "/echo/recording"),
     ("GET", "/echo/requests/abc"),
     ("POST", "/echo/budget"),
+    ("POST", "/echo/forget-demand"),
 ]
 KEY = {"Authorization": "Bearer secret"}
 BUSY = OnlineView(now_s=0.0, decode_due_s=1.0, first_due_s=1.0, alone_s=0.0, is_present=True)

@@ -112,6 +112,13 @@ def test_two_thousand_pooled_requests_survive_aborts_and_a_flush(server_for, wri
 
 
 @pytest.fixture
+def unreserved_server(server_for, write_config) -> Server:
+    """What offline requests may hold does not depend on earlier tests' online requests."""
+    config = write_config(reserve={"predictor": "off"})
+    return server_for((*COMMON_ARGS, *NAMED), config=config, env=STRICT)
+
+
+@pytest.fixture
 def cramped_server(server_for, write_config) -> Server:
     """Offline requests are short of memory and slots."""
     config = write_config(max_running_requests=5, utility_ratio=1.0)
@@ -167,22 +174,22 @@ def test_an_online_request_takes_the_memory_of_offline_ones(cramped_server):
     assert metric(server, "echo_sgl_retractions_total", task="online") == 0
 
 
-def test_an_online_request_takes_the_slot_of_an_offline_one(echo_server):
+def test_an_online_request_takes_the_slot_of_an_offline_one(unreserved_server):
     offline_bodies = [completion(f"offline {n}", 300, **FLEX) for n in range(18)]
 
     async def run() -> tuple[bool, list[httpx.Response]]:
-        offline = asyncio.create_task(send_all(echo_server, offline_bodies))
-        await until(lambda: _running(echo_server) == 16, "offline requests hold all slots")
-        answers = await send_all(echo_server, [completion("online", 3)])
+        offline = asyncio.create_task(send_all(unreserved_server, offline_bodies))
+        await until(lambda: _running(unreserved_server) == 16, "offline requests hold all slots")
+        answers = await send_all(unreserved_server, [completion("online", 3)])
         return not offline.done(), answers + await offline
 
     retracted = {"name": "echo_sgl_retractions_total", "task": "offline"}
-    before = metric(echo_server, **retracted)
+    before = metric(unreserved_server, **retracted)
     online_was_first, answers = asyncio.run(run())
     assert online_was_first
     tokens = [answer.json()["usage"]["completion_tokens"] for answer in answers]
     assert tokens == [3] + [300] * 18
-    wait_until(lambda: metric(echo_server, **retracted) > before, "one is retracted")
+    wait_until(lambda: metric(unreserved_server, **retracted) > before, "one is retracted")
 
 
 def test_decode_memory_is_taken_from_offline_requests_first(cramped_server, stock_texts):
@@ -194,45 +201,47 @@ def test_decode_memory_is_taken_from_offline_requests_first(cramped_server, stoc
     assert metric(cramped_server, "echo_sgl_retractions_total", task="online") == 0
 
 
-def test_an_unfinished_offline_prefill_steps_aside_for_an_online_request(echo_server, stock_texts):
+def test_an_unfinished_offline_prefill_steps_aside_for_an_online_request(
+    unreserved_server, stock_texts
+):
     long_prompts = [completion(text, 4, **FLEX) for text in documents(4, 900, seed=9)]
     short = [completion(f"online {n}", 4) for n in range(12)]
 
     async def run() -> list[httpx.Response]:
-        offline = asyncio.create_task(send_all(echo_server, long_prompts))
-        online = [await send_all(echo_server, [body]) for body in short]
+        offline = asyncio.create_task(send_all(unreserved_server, long_prompts))
+        online = [await send_all(unreserved_server, [body]) for body in short]
         return [*await offline, *(answer[0] for answer in online)]
 
-    before = metric(echo_server, "echo_sgl_parked_prefills_total")
-    num_retractions = metric(echo_server, "echo_sgl_retractions_total")
+    before = metric(unreserved_server, "echo_sgl_parked_prefills_total")
+    num_retractions = metric(unreserved_server, "echo_sgl_retractions_total")
     for _ in range(20):  # online requests may come too late to meet an unfinished prefill
-        LOCAL.post(f"{echo_server.url}/flush_cache")
+        LOCAL.post(f"{unreserved_server.url}/flush_cache")
         answers = asyncio.run(run())
         assert texts(answers) == stock_texts([*long_prompts, *short])
-        wait_until(lambda: is_idle(echo_server), "the server is idle")
-        if metric(echo_server, "echo_sgl_parked_prefills_total") > before:
+        wait_until(lambda: is_idle(unreserved_server), "the server is idle")
+        if metric(unreserved_server, "echo_sgl_parked_prefills_total") > before:
             break
-    assert metric(echo_server, "echo_sgl_parked_prefills_total") > before
-    assert metric(echo_server, "echo_sgl_retractions_total") == num_retractions
+    assert metric(unreserved_server, "echo_sgl_parked_prefills_total") > before
+    assert metric(unreserved_server, "echo_sgl_retractions_total") == num_retractions
 
 
-def test_a_cancelled_prefill_leaves_nothing_behind(echo_server):
+def test_a_cancelled_prefill_leaves_nothing_behind(unreserved_server):
     """Clients that go away while their long offline prompts are chunked, parked or pooled."""
     bodies = [completion(text, 400, **FLEX) for text in documents(6, 900, seed=11)]
 
     async def run() -> None:
-        calls = asyncio.create_task(send_all(echo_server, bodies))
-        online = asyncio.create_task(send_all(echo_server, [completion("hi", 30)] * 4))
-        await until(lambda: _running(echo_server) > 0, "something runs")
+        calls = asyncio.create_task(send_all(unreserved_server, bodies))
+        online = asyncio.create_task(send_all(unreserved_server, [completion("hi", 30)] * 4))
+        await until(lambda: _running(unreserved_server) > 0, "something runs")
         calls.cancel()
         assert {answer.status_code for answer in await online} == {200}
 
     asyncio.run(run())
     wait_until(
-        lambda: LOCAL.post(f"{echo_server.url}/flush_cache").status_code == 200,
+        lambda: LOCAL.post(f"{unreserved_server.url}/flush_cache").status_code == 200,
         "all is cancelled and the cache can be flushed",
     )
-    assert pooled(echo_server) == 0
+    assert pooled(unreserved_server) == 0
 
 
 def test_a_json_schema_holds_for_an_offline_request(echo_server):

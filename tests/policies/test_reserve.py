@@ -80,6 +80,12 @@ def test_a_full_pool_leaves_offline_nothing_rather_than_less():
     assert reserve(20_000, online=10_000).offline_limit_tokens(0.0) == 0
 
 
+def test_one_offline_request_alone_may_have_all_but_min_tokens():
+    made = reserve(1e30, online=3000, min_tokens=500)
+    assert made.offline_limit_tokens(0.0) == 0
+    assert made.offline_limit_tokens(0.0, is_alone=True) == 10_000 - 3000 - 500
+
+
 @pytest.mark.parametrize("name", ["peak", "mean-std"])
 def test_the_reserve_follows_the_use_that_it_observed(name):
     config = ReserveConfig(predictor=name)

@@ -181,6 +181,23 @@ def test_a_line_that_the_reserve_never_lets_in_ends_the_run_unfinished() -> None
     assert (results.online_done, results.offline_done, results.unfinished) == (1, 0, 2)
 
 
+def test_after_a_burst_lines_larger_than_the_reserve_leaves_run_one_at_a_time() -> None:
+    config = server({"reserve": {"cold_start_share": 1.0, "max_share": 0.9}}, kv_tokens=3000)
+    lines = offline_trace(8, num_prefixes=8)
+    assert min(lines.prompt_tokens) > 300
+
+    class Watched(CheckedServer):
+        most_at_once = 0
+
+        def _check_requests(self, now_s: float) -> None:
+            super()._check_requests(now_s)
+            self.most_at_once = max(self.most_at_once, self.scheduler.num_offline)
+
+    watched = Watched(config, empty_trace(Task.ONLINE), lines)
+    watched.run()
+    assert (watched.results.offline_done, watched.most_at_once) == (8, 1)
+
+
 def test_a_prompt_that_can_never_fit_is_refused_and_counted() -> None:
     online = online_trace(30, rate_rps=20.0)
     results = simulate(server(kv_tokens=400), online)
