@@ -30,7 +30,7 @@ from eval.ablation_arms import with_promises
 from eval.ablation_figures import ceiling_figures, reference_figures, run_figures, summarise
 from eval.ablation_load import build_mix, calibration_requests, calibration_window, in_flight
 from eval.ablation_options import AblationOptions, parse_options
-from eval.ablation_phases import ArmRun, run_arm, run_reference
+from eval.ablation_phases import PHASES, ArmRun, run_arm, run_reference
 from eval.ablation_report import summary_markdown
 from eval.ablation_store import Store
 from eval.arms import ARMS, Arm
@@ -172,8 +172,7 @@ class Ablation:
         with self._server(arm, name, repetition) as server:
             _console.log(f"  ready after {time.monotonic() - started_s:.0f} s")
             run = self._run_arm(server, arm, options, (name, repetition), has_ceiling=not ceiling)
-        phases = {"online-alone": run.online, "offline-alone": run.ceiling, "together": run.mixed}
-        for phase, records in phases.items():
+        for phase, records in zip(PHASES, (run.online, run.ceiling, run.mixed), strict=True):
             if records:
                 write_records(self.store.raw_path(f"{name}-{phase}", repetition), records)
         figures = run_figures(

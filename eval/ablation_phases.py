@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -20,11 +21,17 @@ from eval.server import LOCAL, Server
 from eval.step_shares import Row, step_rows
 
 WAIT = "echo_sgl_online_wait_seconds"
+PHASES = ("online-alone", "offline-alone", "together")
+
+Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class ArmRun:
-    """All that was seen on one server; `ceiling` is empty where offline did not run alone."""
+    """All that was seen on one server; `ceiling` is empty where offline did not run alone.
+
+    `spans_s`: when each phase began and ended, on the monotonic clock, which steps have too.
+    """
 
     online: list[Record]
     ceiling: list[Record]
@@ -33,6 +40,7 @@ class ArmRun:
     counters: Counters = field(default_factory=dict)
     longest_wait_s: float | None = None
     steps: list[Row] = field(default_factory=list)
+    spans_s: dict[str, Span] = field(default_factory=dict)
 
 
 def run_reference(server: Server, arm: Arm, mix: Mix, options: AblationOptions) -> list[Record]:
@@ -46,21 +54,26 @@ def run_arm(
 ) -> ArmRun:
     """Online alone, offline alone if asked for, then together; each from an empty cache."""
     asyncio.run(warm_up(server, arm, mix))
+    began_s = [time.monotonic()]
     online = _phase(server, online_alone(server, arm, mix, options))
+    began_s.append(time.monotonic())
     ceiling: list[Record] = []
     if has_ceiling:
         work = offline_alone(server, arm, mix, options, limit_s=options.ceiling_s)
         ceiling = _phase(server, work)
     empty_cache(server)
-    before, started_s = _metrics(server), time.monotonic()
+    before = _metrics(server)
+    began_s.append(time.monotonic())
     mixed, window_s = asyncio.run(together(server, arm, mix, options))
-    steps = step_rows(server, time.monotonic() - started_s)
+    ended_s = time.monotonic()
+    steps = step_rows(server, ended_s - began_s[-1])
     time.sleep(COUNTED_AFTER_S)
     after = _metrics(server)
     old, new = parse_counters(before), parse_counters(after)
     grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
     wait_s = longest_wait_s(before, after)
-    return ArmRun(online, ceiling, mixed, window_s, grown, wait_s, steps)
+    spans_s = dict(zip(PHASES, itertools.pairwise([*began_s, ended_s]), strict=True))
+    return ArmRun(online, ceiling, mixed, window_s, grown, wait_s, steps, spans_s)
 
 
 def longest_wait_s(before: str, after: str) -> float | None:

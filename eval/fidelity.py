@@ -5,7 +5,8 @@
     python -m eval.fidelity --replay-only --folder ablation-azure-qmsum --profile FILE
 
 Runs the ablation's phases on a server of each arm that was calibrated just before, replays what
-was sent in `echo_sgl.sim` under the same config and that profile, and writes
+was sent in `echo_sgl.sim` under the same config and that profile, once as it is and once with the
+steps as fast or slow as they were, and writes
 eval/results/fidelity/ with config.json, configs/, raw/, summary.json and summary.md.
 `--replay-only` replays what lies in a folder: its own, or an ablation's, whose servers left no
 profile (`--profile`).
@@ -20,6 +21,7 @@ import os
 import random
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,22 +36,28 @@ from echo_sgl.cli.calibration import Driver, fit_all
 from echo_sgl.cli.server_route import fetch
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
+from echo_sgl.sim.server_config import ServerConfig
 from eval.ablation import Ablation
 from eval.ablation_figures import reference_figures
 from eval.ablation_load import LLM_D
 from eval.ablation_options import AblationOptions, parse_options
-from eval.ablation_phases import ArmRun
+from eval.ablation_phases import PHASES, ArmRun
 from eval.arms import Arm
-from eval.cache_phases import COUNTED_AFTER_S
 from eval.corun import RESULTS_DIR
 from eval.fidelity_replay import Prompts, bodies_of, replay, server_config
-from eval.fidelity_report import Row, cause_of, markdown, rows_of_phase, step_evidence
+from eval.fidelity_report import (
+    Row,
+    cause_of,
+    markdown,
+    rows_of_phase,
+    speed_factors,
+    step_evidence,
+)
 from eval.records import read_records
 from eval.server import LOCAL, Server, ServerStartError
 from eval.slo import Slo
 from eval.workloads import WorkloadError
 
-PHASES = ("online-alone", "offline-alone", "together")
 NOTE_COLUMNS = (*BatchRow._fields, "start_s", "time_s")
 DEFAULT_ARMS = "echo,hygen,bs"
 # Of the server's own settings, what the simulator has, and what they are if nobody says.
@@ -114,22 +122,26 @@ class Fidelity(Ablation):
     def replay_all(self) -> list[Row]:
         """Simulate what was measured, and write the summary."""
         rows: list[Row] = []
-        evidence: dict[str, Tree] = {}
+        evidence: dict[str, dict[str, Tree]] = {}
         prompts = Prompts(bodies_of(self.mix), self._tokenizer)
         for name, runs in self.store.runs(list(self._arms)).items():
             for repetition in runs:
                 arm = name if len(runs) == 1 else f"{name} {repetition}"
                 _console.log(f"simulating {arm}")
                 steps = self._steps(name, repetition)
-                rows += self._replay(name, repetition, prompts, arm=arm, steps=steps)
-                if steps is not None:
-                    profile = self._profile_of(name, repetition)
-                    evidence[arm] = step_evidence(profile, steps["notes"])
+                evidence[arm] = evidence_of(self._profile_of(name, repetition), steps)
+                for row in self._replay(name, repetition, prompts, steps, evidence[arm]):
+                    rows.append(dataclasses.replace(row, arm=arm))
         self._write(rows, evidence)
         return rows
 
     def _replay(
-        self, name: str, repetition: int, prompts: Prompts, *, arm: str, steps: Tree | None
+        self,
+        name: str,
+        repetition: int,
+        prompts: Prompts,
+        steps: Tree,
+        evidence: dict[str, Tree],
     ) -> Iterator[Row]:
         config = server_config(
             self._profile_of(name, repetition),
@@ -143,10 +155,13 @@ class Fidelity(Ablation):
             if not path.exists():
                 continue
             real = read_records(path)
-            came_s = (steps or {}).get("online_window_s", window_s)
+            came_s = steps.get("online_window_s", window_s)
             window = came_s if phase == "together" else None
             simulated, _ = replay(config, real, prompts)
-            yield from rows_of_phase(arm, phase, real, simulated, window)
+            again = None
+            if (known := evidence.get(phase)) is not None:
+                again, _ = replay(at_speed(config, known), real, prompts)
+            yield from rows_of_phase(name, phase, real, simulated, window, again)
 
     def _profile_of(self, name: str, repetition: int) -> Profile:
         path = self._profile or self._profile_path(name, repetition)
@@ -180,14 +195,15 @@ class Fidelity(Ablation):
         *,
         has_ceiling: bool,
     ) -> ArmRun:
-        """Calibrate, run the phases, and keep the steps of the last one, where both classes ran."""
+        """Calibrate, run the phases, and keep their steps."""
         self._calibrate_server(server, *key)
         run = super()._run_arm(server, arm, options, key, has_ceiling=has_ceiling)
-        seconds = max(record.end_s or 0.0 for record in run.mixed) + COUNTED_AFTER_S
+        seconds = time.monotonic() - run.spans_s[PHASES[0]][0]
         [replica] = fetch(server.url, "/echo/trace", None, seconds=seconds)["replicas"]
         places = [replica["columns"].index(column) for column in NOTE_COLUMNS]
         kept = {
             "online_window_s": run.online_window_s,
+            "spans_s": run.spans_s,
             "columns": NOTE_COLUMNS,
             "rows": [[row[place] for place in places] for row in replica["rows"]],
         }
@@ -203,14 +219,14 @@ class Fidelity(Ablation):
         facts = {**driver.server, **{key: info[key] for key in SETTINGS}}
         self.store.write(facts, f"server-{name}", repetition)
 
-    def _steps(self, name: str, repetition: int) -> Tree | None:
-        """What is kept of the last phase: when online requests came, and its steps."""
+    def _steps(self, name: str, repetition: int) -> Tree:
+        """What is kept of the phases: when they and the online requests were, and the steps."""
         path = self._steps_path(name, repetition)
         if not path.exists():
-            return None
-        kept = orjson.loads(gzip.decompress(path.read_bytes()))
+            return {"notes": []}
+        kept: Tree = orjson.loads(gzip.decompress(path.read_bytes()))
         notes = [dict(zip(kept["columns"], row, strict=True)) for row in kept["rows"]]
-        return {"online_window_s": kept["online_window_s"], "notes": notes}
+        return {**kept, "notes": notes}
 
     def _steps_path(self, name: str, repetition: int) -> Path:
         return self.store.folder / "raw" / f"steps-{name}-{repetition}.json.gz"
@@ -223,7 +239,7 @@ class Fidelity(Ablation):
         config = {**self._config(), "load_average": self._load_average}
         self.store.write_json("config.json", config)
 
-    def _write(self, rows: Sequence[Row], evidence: dict[str, Tree]) -> None:
+    def _write(self, rows: Sequence[Row], evidence: dict[str, dict[str, Tree]]) -> None:
         folder = self.store.folder
         config = orjson.loads((folder / "config.json").read_bytes())
         trees = [
@@ -231,13 +247,33 @@ class Fidelity(Ablation):
                 **dataclasses.asdict(row),
                 "difference": row.difference,
                 "is_kept": row.is_kept,
-                "cause": cause_of(row, evidence.get(row.arm)),
+                "difference_at_speed": row.difference_at_speed,
+                "is_kept_at_speed": row.is_kept_at_speed,
+                "cause": cause_of(row, evidence[row.arm].get(row.phase)),
             }
             for row in rows
         ]
         name = self.summary_path.with_suffix(".json").name
         self.store.write_json(name, {"rows": trees, "steps": evidence})
         self.summary_path.write_text(markdown(config, rows, evidence), encoding="utf-8")
+
+
+def evidence_of(profile: Profile, steps: Tree) -> dict[str, Tree]:
+    """What is known of the steps of each phase that was kept."""
+    return {
+        phase: step_evidence(
+            profile, [note for note in steps["notes"] if start_s <= note["start_s"] < end_s]
+        )
+        for phase, (start_s, end_s) in steps.get("spans_s", {}).items()
+    }
+
+
+def at_speed(config: ServerConfig, evidence: Tree) -> ServerConfig:
+    """The twin of a server whose steps, and the gaps between them, took what was measured."""
+    over = evidence["host_over_profile"] or 1.0
+    host = config.host
+    host = dataclasses.replace(host, step_s=host.step_s * over, request_s=host.request_s * over)
+    return dataclasses.replace(config, step_factors=speed_factors(evidence), host=host)
 
 
 def check_load(options: AblationOptions) -> None:

@@ -16,16 +16,22 @@ from eval.records import Record
 from eval.summary import class_stats, harvest_window, steady_window, tokens_per_s
 
 Tree = dict[str, Any]
-Figure = tuple[str, Sequence[float | None], float]  # its name, real and simulated, its bound
+Values = Sequence[float | None]  # real, simulated, and simulated at the run's speed if it is known
+Figure = tuple[str, Values, float]  # its name, and its bound
 
 BOUNDS = {"tokens/s": 0.05, "hit ratio": 0.05, "p50": 0.10, "p99": 0.20}
+_YES = {True: "yes", False: "no", None: "-"}
 # A class that hardly shares anything has a hit ratio of noise.
 LEAST_HIT_RATIO = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of one class in one phase. `bound`: largest share that they may differ by."""
+    """One figure of one class in one phase. `bound`: largest share that they may differ by.
+
+    `sim_at_speed`: simulated once more, with steps that take as much longer or shorter than the
+    profile says as they really did: what is left is the simulator's own error.
+    """
 
     arm: str
     phase: str
@@ -34,16 +40,33 @@ class Row:
     real: float | None
     sim: float | None
     bound: float
+    sim_at_speed: float | None = None
 
     @property
     def difference(self) -> float | None:
         """Of the simulated figure, as a share of the real one."""
-        return None if not self.real or self.sim is None else self.sim / self.real - 1.0
+        return _difference(self.real, self.sim)
 
     @property
     def is_kept(self) -> bool | None:
         """None where one of the two has no such figure."""
-        return None if self.difference is None else abs(self.difference) <= self.bound
+        return _is_within(self.difference, self.bound)
+
+    @property
+    def difference_at_speed(self) -> float | None:
+        return _difference(self.real, self.sim_at_speed)
+
+    @property
+    def is_kept_at_speed(self) -> bool | None:
+        return _is_within(self.difference_at_speed, self.bound)
+
+
+def _difference(real: float | None, sim: float | None) -> float | None:
+    return None if not real or sim is None else sim / real - 1.0
+
+
+def _is_within(difference: float | None, bound: float) -> bool | None:
+    return None if difference is None else abs(difference) <= bound
 
 
 def rows_of_phase(
@@ -52,20 +75,22 @@ def rows_of_phase(
     real: Sequence[Record],
     sim: Sequence[Record],
     window_s: tuple[float, float] | None = None,
+    at_speed: Sequence[Record] | None = None,
 ) -> Iterator[Row]:
     """Online latencies, the job's speed and hits. `window_s`: when online requests came."""
+    runs = [real, sim] if at_speed is None else [real, sim, at_speed]
     for task in Task:
-        stats = [class_stats(records, task) for records in (real, sim)]
+        stats = [class_stats(records, task) for records in runs]
         if not stats[0]["requests"]:
             continue
         figures = _latencies(stats)
         if task is Task.OFFLINE:
-            speeds = [_speed(records, window_s) for records in (real, sim)]
+            speeds = [_speed(records, window_s) for records in runs]
             figures = [("tokens/s", speeds, BOUNDS["tokens/s"])]
         if (stats[0]["hit_ratio"] or 0.0) >= LEAST_HIT_RATIO:
             figures.append(("hit ratio", [one["hit_ratio"] for one in stats], BOUNDS["hit ratio"]))
-        for figure, (measured, simulated), bound in figures:
-            yield Row(arm, phase, task, figure, measured, simulated, bound)
+        for figure, (measured, simulated, *more), bound in figures:
+            yield Row(arm, phase, task, figure, measured, simulated, bound, *more)
 
 
 def _latencies(stats: Sequence[Tree]) -> list[Figure]:
@@ -120,14 +145,21 @@ def cause_of(row: Row, evidence: Tree | None) -> str:
     over = (evidence or {}).get("device_over_profile")
     if over is None:
         return "not known: no steps were kept"
-    if row.figure != "hit ratio" and abs(over - 1.0) > row.bound / 2:
+    if row.figure != "hit ratio" and row.is_kept_at_speed:
         return f"steps took {over:.2f} x what the profile says"
     return "decisions or waits differ"
 
 
-def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, Tree]) -> str:
-    """summary.md."""
+def speed_factors(evidence: Tree) -> dict[StepKind, float]:
+    """How many times longer steps of each kind took than the profile says, where any ran."""
+    factors = {kind: evidence[f"{kind}_over_profile"] for kind in StepKind}
+    return {kind: factor for kind, factor in factors.items() if factor}
+
+
+def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tree]]) -> str:
+    """summary.md. `evidence`: of each arm's phases."""
     kept = [row.is_kept for row in rows if row.is_kept is not None]
+    at_speed = [row.is_kept_at_speed for row in rows if row.is_kept_at_speed is not None]
     lines = [
         "# Fidelity: the simulator against real servers",
         "",
@@ -140,31 +172,42 @@ def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, Tree]) -> st
         "- each server is calibrated just before it is measured; the simulator gets the requests",
         "  at the times at which they were sent, the same tokens, the server's config, and that",
         "  profile: the model of its steps, their scatter, and the host's time around them",
-        f"- kept: {sum(kept)} of {len(kept)} figures",
+        "- `at speed`: simulated again with steps (by kind) and the host's time between them as",
+        "  many times longer as they were in that phase; what differs then is the simulator's part",
+        f"- kept: {sum(kept)} of {len(kept)} figures; at speed {sum(at_speed)} of {len(at_speed)}",
         "",
-        "| arm | phase | class | figure | real | simulated | difference | bound | kept | cause |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| arm | phase | class | figure | real | simulated | difference | bound | kept "
+        "| at speed | difference | kept | cause |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
-        difference = "-" if row.difference is None else f"{row.difference:+.1%}"
-        kept_text = {True: "yes", False: "no", None: "-"}[row.is_kept]
-        cells = [row.arm, row.phase, row.task, row.figure, _number(row.real), _number(row.sim)]
-        cells += [difference, f"{row.bound:.0%}", kept_text]
-        cells.append(cause_of(row, evidence.get(row.arm)))
-        lines.append(f"| {' | '.join(cells)} |")
+    lines += [_row_line(row, evidence.get(row.arm, {}).get(row.phase)) for row in rows]
     lines += ["", "## Did the profile hold?", ""]
     lines += [
         "Real time of all steps over what the profile, measured minutes before, says of them.",
         "",
-        "| arm | steps | prefill | decode | mixed | all | host between steps | median gap ms |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| arm | phase | steps | prefill | decode | mixed | all | host between steps "
+        "| median gap ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for arm, one in evidence.items():
-        keys = [f"{kind}_over_profile" for kind in StepKind]
-        keys += ["device_over_profile", "host_over_profile", "median_gap_ms"]
-        cells = [arm, str(one["num_steps"]), *(_number(one[key]) for key in keys)]
-        lines.append(f"| {' | '.join(cells)} |")
+    for arm, phases in evidence.items():
+        for phase, one in phases.items():
+            keys = [f"{kind}_over_profile" for kind in StepKind]
+            keys += ["device_over_profile", "host_over_profile", "median_gap_ms"]
+            cells = [arm, phase, str(one["num_steps"]), *(_number(one[key]) for key in keys)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _row_line(row: Row, evidence: Tree | None) -> str:
+    cells = [row.arm, row.phase, row.task, row.figure, _number(row.real)]
+    cells += [_number(row.sim), _share(row.difference), f"{row.bound:.0%}", _YES[row.is_kept]]
+    cells += [_number(row.sim_at_speed), _share(row.difference_at_speed)]
+    cells += [_YES[row.is_kept_at_speed], cause_of(row, evidence)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"
 
 
 def _number(value: float | None) -> str:

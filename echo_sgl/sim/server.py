@@ -203,6 +203,8 @@ class SimServer:
 
     def _device_s(self, plan: StepPlan) -> float:
         time_s = self.config.device.predict_s(plan.row)
+        if self.config.step_factors:
+            time_s *= self.config.step_factors.get(plan.row.kind, 1.0)
         if self.config.noise:
             time_s *= math.exp(self._rng.gauss(0.0, self.config.noise))
         return max(1e-6, time_s)

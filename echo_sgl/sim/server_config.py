@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import EchoConfig, parse_config
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
@@ -19,7 +21,9 @@ class ServerConfig:
     `device` tells how long a step takes; Echo's own estimator starts from the same model and is
     kept true by the simulated steps. `host` comes on top of each step and of each request,
     as it was measured with the profile. `noise` is the standard deviation of a step's time as a
-    share of it, drawn from `seed`. The rest are SGLang's settings of the same name.
+    share of it, drawn from `seed`. `step_factors`: how many times longer steps of a kind take
+    than `device` says, 1 where nothing is said; the estimator has to find out. The rest are
+    SGLang's settings of the same name.
 
     Errors: `ConfigError` names the value that leaves no server.
     """
@@ -36,6 +40,7 @@ class ServerConfig:
     schedule_conservativeness: float = 1.0
     host: HostTime = NO_HOST_TIME
     noise: float = 0.0
+    step_factors: Mapping[StepKind, float] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,6 +52,8 @@ class ServerConfig:
                 f"page_tokens is {self.page_tokens}; allowed is up to kv_tokens "
                 f"({self.kv_tokens}) and chunked_prefill_tokens ({self.chunked_prefill_tokens})"
             )
+        if wrong := {kind: value for kind, value in self.step_factors.items() if not value > 0}:
+            raise ConfigError(f"step_factors are {wrong}; a step takes a time above 0")
         if not 0 <= self.noise < 1:
             raise ConfigError(f"noise is {self.noise}; allowed is a share of 0 to 1")
 

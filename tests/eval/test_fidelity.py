@@ -14,9 +14,16 @@ from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile
 from echo_sgl.types import Task
 from eval.ablation_options import AblationOptions
-from eval.fidelity import check_load, given_load, stored_options
+from eval.fidelity import at_speed, check_load, evidence_of, given_load, stored_options
 from eval.fidelity_replay import Prompts, noise_of, replay
-from eval.fidelity_report import Row, cause_of, markdown, rows_of_phase, step_evidence
+from eval.fidelity_report import (
+    Row,
+    cause_of,
+    markdown,
+    rows_of_phase,
+    speed_factors,
+    step_evidence,
+)
 from eval.records import Record, Status
 from eval.workloads import WorkloadError
 from tests.sim.workloads import COEFFICIENTS, device, server
@@ -110,8 +117,14 @@ def test_rows_are_kept_within_their_bound_and_bad_ones_have_a_cause() -> None:
     assert cause_of(rows["TTFT p99 ms"], None) == ""
     assert "no steps were kept" in cause_of(rows["TTFT p50 ms"], None)
     slow = {"device_over_profile": 0.8}
-    assert cause_of(rows["TTFT p50 ms"], slow) == "steps took 0.80 x what the profile says"
-    assert "differ" in cause_of(rows["TTFT p50 ms"], {"device_over_profile": 1.01})
+    assert "differ" in cause_of(rows["TTFT p50 ms"], slow)
+    again = {
+        one.figure: one
+        for one in rows_of_phase("echo", "online-alone", real, sim, None, answered(0.1, 0.02, 20))
+    }
+    assert again["TTFT p50 ms"].difference_at_speed == pytest.approx(0.0)
+    assert cause_of(again["TTFT p50 ms"], slow) == "steps took 0.80 x what the profile says"
+    assert again["TPOT p50 ms"].is_kept and again["TPOT p50 ms"].is_kept_at_speed is False
 
 
 def test_a_figure_that_one_side_lacks_is_neither_kept_nor_broken() -> None:
@@ -131,6 +144,36 @@ def test_evidence_compares_the_steps_with_their_profile() -> None:
     assert evidence["decode_over_profile"] == pytest.approx(2.0)
     assert evidence["mixed_over_profile"] is None
     assert evidence["host_over_profile"] == pytest.approx(1.0)
+    assert speed_factors(evidence) == {StepKind.DECODE: pytest.approx(2.0)}
+
+
+def test_at_the_runs_speed_steps_take_as_long_as_they_did() -> None:
+    host = HostTime(step_s=0.002, request_s=0.0005, intake_s=0.3)
+    known = {"host_over_profile": 2.0, "prefill_over_profile": 3.0}
+    known |= dict.fromkeys(("decode_over_profile", "mixed_over_profile"))
+    twin = at_speed(server(host=host), known)
+    assert twin.host == HostTime(step_s=0.004, request_s=0.001, intake_s=0.3)
+    real = [record("a", 0.0)]
+    ends_s = []
+    for config in (server(), dataclasses.replace(twin, host=server().host)):
+        sim, _ = replay(config, real, Prompts(BODIES, Words()), end_s=100.0)
+        ends_s.append(sim[0].end_s)
+    prefill = BatchRow(1, 301, 301, 0, 0, 0, 0)
+    assert ends_s[1] - ends_s[0] == pytest.approx(2 * device().predict_s(prefill), rel=0.05)
+
+
+def test_steps_belong_to_the_phase_in_which_they_began() -> None:
+    row = BatchRow(0, 0, 0, 0, 4, 400, 100)
+    notes = [
+        {**row._asdict(), "start_s": start_s, "time_s": 0.01} for start_s in (0.5, 1.5, 1.6, 9.0)
+    ]
+    spans_s = {"online-alone": (0.0, 1.0), "together": (1.0, 2.0)}
+    phases = evidence_of(profile(), {"notes": notes, "spans_s": spans_s})
+    assert {phase: one["num_steps"] for phase, one in phases.items()} == {
+        "online-alone": 1,
+        "together": 2,
+    }
+    assert evidence_of(profile(), {"notes": []}) == {}
 
 
 def test_scatter_comes_from_the_errors_on_held_out_steps() -> None:

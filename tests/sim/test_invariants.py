@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import echo_sgl
-from echo_sgl.batch_shape import BatchShape
+from echo_sgl.batch_shape import BatchShape, StepKind
+from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.sim.server import SimServer, simulate
 from echo_sgl.sim.server_config import ServerConfig
@@ -233,6 +234,17 @@ def test_a_lone_request_waits_for_the_host_and_the_device() -> None:
     slow, quick = simulate(config, online), simulate(server(), online)
     assert slow.ttft_s[0] - quick.ttft_s[0] == pytest.approx(0.02 + 0.0035)
     assert slow.tpot_s[0] - quick.tpot_s[0] == pytest.approx(0.0035)
+
+
+def test_a_device_that_is_slower_than_its_profile_is_found_out() -> None:
+    slow = server(step_factors={StepKind.DECODE: 2.0})
+    twin = SimServer(slow, online_trace(60, rate_rps=20), empty_trace(Task.OFFLINE))
+    twin.run()
+    shape = BatchShape()
+    shape.add_decode(200)
+    assert twin.scheduler.estimator.predict_s(shape) == pytest.approx(2 * device().predict_s(shape))
+    with pytest.raises(ConfigError, match=r"step_factors are .*-1"):
+        server(step_factors={StepKind.PREFILL: -1.0})
 
 
 def test_the_estimator_learns_what_the_device_takes_alone() -> None:
