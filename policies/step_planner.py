@@ -133,7 +133,10 @@ class StepPlanner:
         if online_prefill_waits:
             room_s = self.limit.chunk_limit_s(self.view)
             return last_was_prefill and not self._smallest_chunk_fits(room_s, cached_tokens)
-        return not self._smallest_chunk_fits(self.limit_s - self.view.alone_s, cached_tokens)
+        # One chunk between two tokens: a second one would pay a step's fixed cost again.
+        return last_was_prefill or not self._smallest_chunk_fits(
+            self.limit_s - self.view.alone_s, cached_tokens
+        )
 
     def offline_chunk_tokens(
         self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int

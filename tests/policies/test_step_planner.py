@@ -129,9 +129,16 @@ def test_without_online_decodes_the_stall_comes_on_top_of_the_least_step():
 )
 def test_offline_prefill_waits_until_the_smallest_chunk_fits_between_two_tokens(due_in_s, defers):
     plan = begin(planner(min_chunk_tokens=64), decodes=2, due_in_s=due_in_s)
-    for last_was_prefill in (True, False):
-        args = {"online_prefill_waits": False, "last_was_prefill": last_was_prefill}
-        assert plan.decodes_first(**args) is defers
+    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=False) is defers
+
+
+@pytest.mark.parametrize("limit", ["slack", "budget"])
+def test_between_two_tokens_of_an_online_decode_there_is_one_offline_prefill(limit):
+    plan = planner(limit=limit, budget_s=9.0)
+    begin(plan, decodes=2, due_in_s=50.0)
+    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
+    begin(plan)
+    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
 
 
 def test_a_chunk_that_attends_to_a_long_prefix_waits_for_more_room():
