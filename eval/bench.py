@@ -18,6 +18,7 @@ from rich.table import Table
 
 BENCHES = (
     "bench_cpu",
+    "bench_overlap",
     "bench_pool",
     "bench_tree",
     "bench_estimators",

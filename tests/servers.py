@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from echo_sgl.cpu import activate
+from echo_sgl.cpu import OVERLAP_ENV, activate
 from eval.models import demo_model
 from eval.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
 
@@ -89,7 +89,8 @@ class ServerPool:
         device_args = CPU_ARGS if activate() else CPU_ARGS[2:]
         all_args = (*device_args, *POOL_ARGS, *args)  # the last of two equal options holds
         # One thread is as fast for a tiny model, and leaves a core to whoever asks.
-        env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        # Overlap scheduling is what servers with a GPU run.
+        env = {"OMP_NUM_THREADS": "1", OVERLAP_ENV: "1", **(env or {})}
         server = start_server(model, all_args, config=config, env=env, log_path=log_path)
         try:
             wait_ready(server)

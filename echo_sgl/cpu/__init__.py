@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 
 PLATFORM_CLASS = "echo_sgl.cpu.platform.EchoCpuPlatform"
+# "1": overlap scheduling as on a GPU, for tests of it where there is none.
+OVERLAP_ENV = "ECHO_SGL_CPU_OVERLAP"
 _ACCELERATORS = ("cuda", "xpu", "npu", "musa", "mps", "hpu")  # torch.cuda is ROCm too
 
 

@@ -14,6 +14,8 @@ from sglang.srt.arg_groups.choices import (
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
+from echo_sgl.cpu import OVERLAP_ENV
+
 ATTENTION_BACKEND = "echo_cpu"
 BIND_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -43,6 +45,10 @@ class EchoCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # With --device cpu SGLang has chosen a backend by now; what the user gave is kept apart.
         if server_args._raw_input.get("attention_backend") is None:
             server_args.attention_backend = ATTENTION_BACKEND
+        if os.environ.get(OVERLAP_ENV, "0") != "1":
+            # A CPU has run a step when its launch returns. Overlapped, the step's tokens would
+            # wait until the next one has run, too.
+            server_args.disable_overlap_schedule = True
         num_ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
         if num_ranks > 1 and not os.environ.get(BIND_ENV):
             os.environ[BIND_ENV] = cores_by_rank(os.sched_getaffinity(0), num_ranks)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from echo_sgl.cpu import OVERLAP_ENV
 from eval.models import SIZES, SPECIAL_TOKENS
 from eval.server import LOCAL, Server
 
@@ -29,8 +30,8 @@ STOCK = ("--attention-backend", "torch_native")
 CHUNKS = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
 # Ranks and replicas are compared in tests/engine/test_scheduler.py, on this backend too.
 OURS = {
-    "whole prompts": (),
-    "mixed chunks in pages of 16": (*CHUNKS, "--page-size", "16"),
+    "whole prompts, no overlap": ((), "0"),
+    "mixed chunks in pages of 16": ((*CHUNKS, "--page-size", "16"), "1"),
 }
 
 
@@ -83,9 +84,9 @@ def answers(server: Server, prompts: Sequence[list[int]]) -> list[dict[str, Any]
     return list(response.json())
 
 
-def attention_backend(server: Server) -> str:
-    info = LOCAL.get(f"{server.url}/server_info", timeout=30).raise_for_status().json()
-    return str(info["attention_backend"])
+def server_info(server: Server) -> dict[str, Any]:
+    answer = LOCAL.get(f"{server.url}/server_info", timeout=30).raise_for_status()
+    return dict(answer.json())
 
 
 def test_most_answers_are_decided_by_more_than_rounding(cases: list[Case]) -> None:
@@ -102,17 +103,19 @@ def test_answers_depend_on_the_shared_prefix_and_not_on_the_ending_alone(
 
 def test_the_stock_backend_answers_like_transformers(cases: list[Case], server_for: Any) -> None:
     server = server_for(STOCK)
-    assert attention_backend(server) == "torch_native"
+    assert server_info(server)["attention_backend"] == "torch_native"
     got = answers(server, [case.prompt for case in cases])
     assert [answer["output_ids"] for answer in got] == [case.answer for case in cases]
 
 
-@pytest.mark.parametrize("args", OURS.values(), ids=OURS)
+@pytest.mark.parametrize(("args", "overlap"), OURS.values(), ids=OURS)
 def test_our_backend_gives_the_same_tokens_cold_and_from_the_cache(
-    args: tuple[str, ...], cases: list[Case], server_for: Any
+    args: tuple[str, ...], overlap: str, cases: list[Case], server_for: Any
 ) -> None:
-    server = server_for(args)
-    assert attention_backend(server) == "echo_cpu"
+    server = server_for(args, env={OVERLAP_ENV: overlap})
+    info = server_info(server)
+    assert info["attention_backend"] == "echo_cpu"
+    assert info["disable_overlap_schedule"] is (overlap == "0")
     prompts, expected = [case.prompt for case in cases], [case.answer for case in cases]
     for _ in range(2):
         got = answers(server, prompts)
