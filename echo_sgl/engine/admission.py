@@ -162,9 +162,9 @@ class EchoPrefillAdder(PrefillAdder):
             return AddReqResult.OTHER
         if self.kv_limits is None:
             return self._add_within_limit(req, has_chunked_req, truncation_align_size)
-        planned_tokens = self.planned_tokens + self._growth_tokens(req)
-        num_offline = len(self._offline_running()) + len(self.control.parked) + 1
-        num_offline += self.planned_tokens > 0
+        running = [self.running_batch.reqs[index] for index in self._offline_running()]
+        planned_tokens = self.planned_tokens + self._growth_tokens(req, running)
+        num_offline = 1 + len(running) + len(self.control.parked) + (self.planned_tokens > 0)
         if self.kv_limits.holds_back(req, planned_tokens, num_offline):
             facts = self.kv_limits.facts(req, planned_tokens, num_offline)
             self.control.refuse(Reason.RESERVE, req.rid, **facts)
@@ -176,13 +176,12 @@ class EchoPrefillAdder(PrefillAdder):
             self.kv_limits.note_start(req)
         return result
 
-    def _growth_tokens(self, req: Req) -> int:
-        """What the offline requests with this one are yet to generate, as SGLang expects it.
+    def _growth_tokens(self, req: Req, others: Sequence[Req]) -> int:
+        """What these offline requests and this one are yet to generate, as SGLang expects it.
 
         Without this headroom they would outgrow the limit soon and be retracted again. One
         alone may try: most answers end before their limit.
         """
-        others = [self.running_batch.reqs[index] for index in self._offline_running()]
         if not others and not self.planned_tokens:
             return 0
         return int(sum(map(self._get_running_request_total_token_offset, [*others, req])))
