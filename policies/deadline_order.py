@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import chain
 
 from echo_sgl.policies.deadlines import DeadlineBook, has_deadline
-from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
-from echo_sgl.policies.prefix_index import PrefixKey, prefix_key
+from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed, Walk
+from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.types import PendingRequest
 
 # What is urgent stays so until there is that much more time: a walk that went to and fro
@@ -46,7 +46,7 @@ class DeadlineOrder(OfflineOrder):
         self._safety = safety
         self._urgent: float | None = None
         self._ahead: tuple[float, ...] = ()
-        self._ahead_cursor: PrefixKey | None = None
+        self._walk = Walk()
 
     def __len__(self) -> int:
         return len(self._other)
@@ -62,8 +62,11 @@ class DeadlineOrder(OfflineOrder):
         urgent = () if self._urgent is None else (self._urgent,)
         self._ahead = (*urgent, *self.book.overdue(now_s))
         if not self._ahead:
-            self._ahead_cursor = None
+            self._walk = Walk()
         return self._urgent
+
+    def __contains__(self, request: PendingRequest) -> bool:
+        return request in self._other
 
     def add(self, request: PendingRequest, *, resumed: bool = False) -> None:
         self._other.add(request, resumed=resumed)
@@ -79,7 +82,7 @@ class DeadlineOrder(OfflineOrder):
     def take(self, request: PendingRequest) -> None:
         if self._is_ahead(request):
             self.remove(request)
-            self._ahead_cursor = prefix_key(request)
+            self._walk.advance(self.__contains__)
         else:
             self._other.take(request)
             self._forget(request)
@@ -94,15 +97,13 @@ class DeadlineOrder(OfflineOrder):
         is_ahead = any(self.book.count_through(one, namespace, path) for one in self._ahead)
         return replace(need, is_next=is_ahead)
 
-    def _picks(self) -> Iterator[PendingRequest]:
-        cursor = self._ahead_cursor or self._other.cursor
+    def unstarted(self) -> Iterator[PendingRequest]:
+        if not self._ahead:
+            return self._other.unstarted()
+        cursor = self._walk.cursor or self._other.cursor
         ahead = chain.from_iterable(self.book.walk(one, cursor) for one in self._ahead)
-        behind = (
-            request
-            for request in self._other.upcoming()
-            if request.sequence not in self._resumed and not self._is_ahead(request)
-        )
-        return chain(ahead, behind)
+        behind = (request for request in self._other.unstarted() if not self._is_ahead(request))
+        return chain(self._walk.listing(ahead), behind)
 
     def _is_ahead(self, request: PendingRequest) -> bool:
         return request.deadline_s in self._ahead and request.sequence not in self._resumed

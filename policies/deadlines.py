@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from sortedcontainers import SortedDict
 
@@ -122,9 +121,7 @@ class DeadlineBook:
         group: _Group | None = self._groups.get(deadline_s)
         if group is None:
             return iter(())
-        keys = iter(group.by_prefix)
-        if cursor is not None:
-            keys = chain(group.by_prefix.after(cursor), group.by_prefix.up_to(cursor))
+        keys = group.by_prefix.around(cursor)
         return (group.requests[sequence] for _, _, sequence in keys)
 
     def count_through(self, deadline_s: float, namespace: str, path: MutableSequence[int]) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, MutableSequence
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
@@ -30,6 +31,29 @@ class PrefixNeed:
     is_next: bool
 
 
+class Walk:
+    """Where a walk over prompts in prefix order stands: behind what was taken without a gap.
+
+    What is listed may be taken in another order; who was passed over is listed first again.
+    """
+
+    def __init__(self) -> None:
+        self.cursor: PrefixKey | None = None
+        self._listed: deque[PendingRequest] = deque()
+
+    def listing(self, requests: Iterator[PendingRequest]) -> Iterator[PendingRequest]:
+        """The same requests; it is from these that the next ones are taken."""
+        self._listed.clear()
+        for request in requests:
+            self._listed.append(request)
+            yield request
+
+    def advance(self, is_waiting: Callable[[PendingRequest], bool]) -> None:
+        """Something was taken: go on to the first that still waits."""
+        while self._listed and not is_waiting(self._listed[0]):
+            self.cursor = prefix_key(self._listed.popleft())
+
+
 class OfflineOrder(ABC):
     """Pending offline requests and which of them come next.
 
@@ -48,9 +72,12 @@ class OfflineOrder(ABC):
     def __len__(self) -> int:
         return len(self._by_age) + len(self._resumed)
 
+    def __contains__(self, request: PendingRequest) -> bool:
+        return request.sequence in self._by_age or request.sequence in self._resumed
+
     def add(self, request: PendingRequest, *, resumed: bool = False) -> None:
         """Let a request wait; its `sequence` must not be waiting already."""
-        if request.sequence in self._by_age or request.sequence in self._resumed:
+        if request in self:
             raise ValueError(f"request {request.rid!r} is already waiting")
         if resumed:
             self._resumed[request.sequence] = request
@@ -80,7 +107,7 @@ class OfflineOrder(ABC):
 
         The order holds until the next `add`, `remove` or `take`; do not mutate while iterating.
         """
-        return itertools.chain(self._resumed.values(), self._picks())
+        return itertools.chain(self._resumed.values(), self.unstarted())
 
     def oldest(self) -> PendingRequest | None:
         """The waiting request with the lowest sequence number."""
@@ -99,7 +126,7 @@ class OfflineOrder(ABC):
         return None
 
     @abstractmethod
-    def _picks(self) -> Iterator[PendingRequest]:
+    def unstarted(self) -> Iterator[PendingRequest]:
         """The requests that have not started, next pick first."""
 
     def _advance(self, request: PendingRequest) -> None:
@@ -109,7 +136,7 @@ class OfflineOrder(ABC):
 class FcfsOrder(OfflineOrder):
     """First come, first served."""
 
-    def _picks(self) -> Iterator[PendingRequest]:
+    def unstarted(self) -> Iterator[PendingRequest]:
         return iter(self._by_age.values())
 
 
@@ -120,7 +147,7 @@ class PsmOrder(OfflineOrder):
     prefix tree does (children in token order), which is how `PrefixIndex` keeps them.
     The walk goes on from the last pick and wraps around: newcomers to its left wait for the
     next round, as an elevator's passengers do, and do not pull it away from the prefix that
-    is in the cache.
+    is in the cache. A pick from further down the line does not move it past those before.
 
     With probability `1 - utility_ratio` a pick is the stalest request instead; such a pick
     leaves the walk where it is. The n-th draw depends only on `seed` and n.
@@ -134,45 +161,35 @@ class PsmOrder(OfflineOrder):
             raise ValueError(f"utility_ratio is {utility_ratio}; allowed is 0 to 1")
         self._utility_ratio = utility_ratio
         self._seed = seed
-        self._cursor: PrefixKey | None = None
         self._num_picked = 0
-        self._picked_by_age: set[int] = set()
+        self._walk = Walk()
 
     @property
     def cursor(self) -> PrefixKey | None:
-        return self._cursor
+        return self._walk.cursor
 
     def _advance(self, request: PendingRequest) -> None:
         self._num_picked += 1
-        if request.sequence not in self._picked_by_age:
-            self._cursor = prefix_key(request)
+        self._walk.advance(self.__contains__)
 
-    def _picks(self) -> Iterator[PendingRequest]:
-        self._picked_by_age = set()
+    def unstarted(self) -> Iterator[PendingRequest]:
         seen: set[int] = set()
-        walk, ages = self._walk(), iter(self._by_age)
+        by_age = (self._by_age[one] for one in self._by_age if one not in seen)
+        by_prefix = self._walk.listing(self._in_prefix_order(seen))
         for draw_index in itertools.count(self._num_picked):
-            by_prefix = uniform_draw(self._seed, draw_index) < self._utility_ratio
-            source = walk if by_prefix else ages
-            sequence = next((number for number in source if number not in seen), None)
-            if sequence is None:
+            follows_prefix = uniform_draw(self._seed, draw_index) < self._utility_ratio
+            request = next(by_prefix if follows_prefix else by_age, None)
+            if request is None:
                 return
-            seen.add(sequence)
-            if not by_prefix:
-                self._picked_by_age.add(sequence)
-            yield self._by_age[sequence]
+            seen.add(request.sequence)
+            yield request
 
-    def _walk(self) -> Iterator[int]:
-        """Sequence numbers depth first from behind the cursor, then from the start."""
-        if self._cursor is None:
-            keys: Iterator[PrefixKey] = iter(self._by_prefix)
-        else:
-            behind, before = (
-                self._by_prefix.after(self._cursor),
-                self._by_prefix.up_to(self._cursor),
-            )
-            keys = itertools.chain(behind, before)
-        return (sequence for _, _, sequence in keys)
+    def _in_prefix_order(self, seen: set[int]) -> Iterator[PendingRequest]:
+        """Depth first from behind the cursor, then from the start; without those in `seen`."""
+        by_age = self._by_age
+        for _, _, sequence in self._by_prefix.around(self.cursor):
+            if sequence not in seen:
+                yield by_age[sequence]
 
 
 def uniform_draw(seed: int, index: int) -> float:

@@ -157,6 +157,14 @@ class PrefixIndex:
         """The keys from the first one to `key`, in order."""
         return takewhile(lambda other: other <= key, self)
 
+    def around(self, key: PrefixKey | None) -> Iterator[PrefixKey]:
+        """All keys: those behind `key`, in order, then from the first one to it."""
+        if key is None:
+            yield from self
+        else:
+            yield from self.after(key)
+            yield from self.up_to(key)
+
     def count_through(self, namespace: str, path: MutableSequence[int]) -> int:
         """How many prompts start with `path` (at least one token)."""
         node = self._subtree(namespace, path)

@@ -136,6 +136,19 @@ def test_the_urgent_walk_goes_on_from_its_own_last_pick_and_starts_anew_the_next
     assert listed(order) == [3, 2, 0]
 
 
+def test_urgent_work_that_was_passed_over_is_next_in_line():
+    order = order_of(pending(0, "m"))
+    for number, prompt in enumerate(["p", "q", "r"], start=1):
+        order.add(pending(number, prompt, deadline_s=30.0))
+    order.escalate(20.0, rate_tokens_per_s=1.0)
+    first, second, *_ = order.upcoming()
+    order.take(second)
+    assert listed(order) == [1, 3, 0]
+    order.take(first)
+    order.add(pending(4, "a", deadline_s=30.0))
+    assert listed(order) == [3, 4, 0]
+
+
 def test_the_walk_goes_on_where_it_was_when_nothing_is_urgent_any_more():
     order = order_of(pending(0, "m1"), pending(1, "m2"), pending(2, "a"))
     assert take_next(order).sequence == 2 and take_next(order).sequence == 0

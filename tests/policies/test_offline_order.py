@@ -17,6 +17,7 @@ from echo_sgl.policies.offline_order import (
     create_offline_order,
     uniform_draw,
 )
+from echo_sgl.policies.prefix_index import prefix_key
 from echo_sgl.types import PendingRequest
 
 ORDERS = {
@@ -135,6 +136,36 @@ def test_the_walk_goes_on_from_the_last_pick_when_newcomers_sort_before_it():
     order.add(pending(2, "a"))
     order.add(pending(3, "m3"))
     assert drain(order) == [1, 3, 2]
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=2, max_size=20),
+    places=st.lists(st.integers(0, 5), min_size=20, max_size=20),
+)
+def test_who_is_passed_over_is_next_in_line_whatever_was_taken(prompts, places):
+    order, taken = PsmOrder(), set()
+    for number, prompt in enumerate(prompts):
+        order.add(pending(number, prompt))
+    line = [one.sequence for one in order.upcoming()]
+    for place in places[: len(prompts)]:
+        listed = list(islice(order.upcoming(), 6))
+        assert [one.sequence for one in listed] == [one for one in line if one not in taken][:6]
+        picked = listed[place % len(listed)]
+        order.take(picked)
+        taken.add(picked.sequence)
+
+
+def test_the_walk_stands_behind_what_was_taken_without_a_gap():
+    order = PsmOrder()
+    for number, prompt in enumerate(["m1", "m2", "m3"]):
+        order.add(pending(number, prompt))
+    first, second, third = list(order.upcoming())
+    order.take(third)
+    assert order.cursor is None
+    order.take(first)
+    assert order.cursor == prefix_key(first)
+    order.take(second)
+    assert order.cursor == prefix_key(third)
 
 
 def test_namespaces_do_not_interleave():

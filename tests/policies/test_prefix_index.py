@@ -113,6 +113,8 @@ def test_walking_from_a_key_and_up_to_it_meets_every_other_key_once():
     behind, before = list(index.after(middle)), list(index.up_to(middle))
     assert before + behind == list(index)
     assert before[-1] == middle
+    assert list(index.around(middle)) == behind + before
+    assert list(index.around(None)) == list(index)
 
 
 LONG = array("q", range(40))
