@@ -75,11 +75,8 @@ class ConformalBand:
         if not (step.num_prefills or step.num_decodes):
             return 0.0
         band = self._bands[step.kind]
-        tracker = band.tracker(quantile)
-        predicted_s = self._predict_s(step)
-        if len(band.recent) < self.MIN_STEPS:
-            return predicted_s * self._cold_ratio
-        return predicted_s * math.exp(tracker.bound(band.ordered))
+        ratio = band.ratios.get(quantile)
+        return self._predict_s(step) * (self._ratio(band, quantile) if ratio is None else ratio)
 
     def at(self, quantile: float) -> StepPredictor:
         """The upper bound as a predictor, for `longest_prefill`."""
@@ -129,11 +126,18 @@ class ConformalBand:
 
     def coverage(self, kind: StepKind, quantile: float) -> float | None:
         """Share of the last `coverage_window` judged steps below their bound; None without any."""
-        hits = self._bands[kind].tracker(quantile).hits
-        return sum(hits) / len(hits) if hits else None
+        tracker = self._bands[kind].tracker(quantile)
+        return tracker.num_hits / len(tracker.hits) if tracker.hits else None
 
     def num_drifts(self, kind: StepKind) -> int:
         return self._bands[kind].drift.num_drifts
+
+    def _ratio(self, band: _Band, quantile: float) -> float:
+        tracker = band.tracker(quantile)
+        if len(band.recent) < self.MIN_STEPS:
+            return self._cold_ratio
+        ratio = band.ratios[quantile] = math.exp(tracker.bound(band.ordered))
+        return ratio
 
     def _predict_s(self, step: Step) -> float:
         return max(FLOOR_S, self._model.predict_s(step))
@@ -163,6 +167,7 @@ class _Tracker:
         self._quantile = self._level = quantile
         self._gain = min(0.05, 0.6 * (1.0 - quantile))
         self.hits: deque[bool] = deque(maxlen=coverage_window)
+        self.num_hits = 0
 
     def bound(self, ordered: Sequence[float]) -> float:
         """The value at `level` of the ordered ones, with the conformal correction for n + 1.
@@ -178,13 +183,19 @@ class _Tracker:
         return ordered[-1] + 0.25 * spread * excess / self._gain
 
     def judge(self, is_covered: bool) -> None:
+        self.num_hits += is_covered
+        if len(self.hits) == self.hits.maxlen:
+            self.num_hits -= self.hits[0]
         self.hits.append(is_covered)
         self._level += self._gain * (self._quantile - is_covered)
         self._level = max(0.0, self._level)
 
 
 class _Band:
-    """One kind's recent steps with the logarithms of their ratios, in order of time and of size."""
+    """One kind's recent steps with the logarithms of their ratios, in order of time and of size.
+
+    `ratios` keeps what a quantile's bound is until the next step: it is asked for often.
+    """
 
     def __init__(self, quantiles: Sequence[float], coverage_window: int) -> None:
         self.recent: deque[tuple[BatchRow, float, float]] = deque()
@@ -192,6 +203,7 @@ class _Band:
         self.drift = DriftDetector()
         self.last_s: float | None = None
         self.median_ratio = 1.0
+        self.ratios: dict[float, float] = {}
         self._trackers = {one: _Tracker(one, coverage_window) for one in quantiles}
 
     def tracker(self, quantile: float) -> _Tracker:
@@ -201,14 +213,17 @@ class _Band:
         return self._trackers[quantile]
 
     def judge(self, log_ratio: float) -> None:
+        self.ratios.clear()
         for tracker in self._trackers.values():
             tracker.judge(log_ratio <= tracker.bound(self.ordered))
 
     def add(self, row: BatchRow, time_s: float, log_ratio: float) -> None:
+        self.ratios.clear()
         self.recent.append((row, time_s, log_ratio))
         insort(self.ordered, log_ratio)
 
     def replace(self, steps: Iterable[tuple[BatchRow, float, float]]) -> None:
+        self.ratios.clear()
         self.recent = deque(steps)
         self.ordered = sorted(log_ratio for _, _, log_ratio in self.recent)
 
@@ -218,6 +233,7 @@ class _Band:
             self.median_ratio = math.exp(latest[num_central // 2])
 
     def shrink(self, num_left: int) -> None:
+        self.ratios.clear()
         while len(self.recent) > num_left:
             _, _, log_ratio = self.recent.popleft()
             del self.ordered[bisect_left(self.ordered, log_ratio)]

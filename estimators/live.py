@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from echo_sgl.batch_shape import BatchShape, Step, StepKind
@@ -30,7 +31,8 @@ class LiveBatchTime:
     share, for experiments; coverage is that of the bound without it.
 
     As long as nothing is known, predictions are infinite: a step of unknown cost fits no
-    limit, and the caller needs a rule of its own for that time.
+    limit, and the caller needs a rule of its own for that time. `upper` is `upper_s` as a
+    predictor, for `longest_prefill`.
 
     Deterministic: the same calls in the same order give the same bits. A refit takes a few
     milliseconds, all else microseconds. Memory: `CAPACITY_PER_KIND` steps per kind.
@@ -63,6 +65,7 @@ class LiveBatchTime:
         self._band = ConformalBand(model, quantiles=(quantile,), stale_s=stale_s)
         self._steps_since_fit = 0
         self._margins = dict.fromkeys(StepKind, self._factor)
+        self.upper: StepPredictor = _Upper(self.upper_s)
         self.num_refits = 0
         self.num_refusals = 0
         self.last_refusal: str | None = None
@@ -76,11 +79,6 @@ class LiveBatchTime:
     def model(self) -> BatchTimeModel:
         """The model as it was fitted last."""
         return self._model
-
-    @property
-    def upper(self) -> StepPredictor:
-        """`upper_s` as a predictor, for `longest_prefill`."""
-        return _Upper(self)
 
     @property
     def num_drifts(self) -> int:
@@ -160,7 +158,4 @@ class LiveBatchTime:
 
 @dataclass(frozen=True, slots=True)
 class _Upper:
-    live: LiveBatchTime
-
-    def predict_s(self, step: Step) -> float:
-        return self.live.upper_s(step)
+    predict_s: Callable[[Step], float]

@@ -66,10 +66,15 @@ class PooledBatchTime(BatchTimeModel):
         return batch.max_decode_tokens, batch.decode_tokens, num_decodes, num_decodes > 0
 
     def _predict(self, step: Step, num_decodes: int) -> float:
-        values = self._values
-        prefill_s: float = weighted_sum(values[:NUM_PREFILL], self._prefill(step))
-        decode_s: float = weighted_sum(values[NUM_PREFILL:-1], self._decode(step, num_decodes))
-        return max(prefill_s, decode_s) + values[-1] * min(prefill_s, decode_s)
+        # `weighted_sum` of `_prefill` and `_decode`, written out: it is asked for often.
+        area, token, step_s, longest, context, request, decode_step_s, mixing = self._values
+        prefill_s = decode_s = 0.0
+        if step.num_prefills:
+            prefill_s = area * step.prefill_area + token * step.prefill_tokens + step_s
+        if num_decodes:
+            decode_s = longest * step.max_decode_tokens + context * step.decode_tokens
+            decode_s = decode_s + request * num_decodes + decode_step_s
+        return max(prefill_s, decode_s) + mixing * min(prefill_s, decode_s)
 
     def _predict_columns(self, batch: Any, num_decodes: Any) -> FloatArray:
         values = self._values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from array import array
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from echo_sgl.estimators.samples import kinds_of
 
 # A normal error is beyond 5 median absolute deviations once in 1,300 times.
 MAX_DEVIATIONS = 5.0
+NUM_COLUMNS = len(BatchRow._fields) + 1
 
 
 class RefitBuffer:
@@ -28,28 +30,26 @@ class RefitBuffer:
 
     def __init__(self, *, capacity_per_kind: int = 2000, rng: random.Random) -> None:
         self._capacity, self._rng = capacity_per_kind, rng
-        shape = (capacity_per_kind, len(BatchRow._fields) + 1)
-        # Columns of `BatchRow`, then the time.
-        self._tables = {kind: np.zeros(shape) for kind in StepKind}
-        self._counts = dict.fromkeys(StepKind, 0)
+        # Row by row: the columns of `BatchRow`, then the time.
+        self._tables = {kind: array("d") for kind in StepKind}
 
     def __len__(self) -> int:
-        return sum(self._counts.values())
+        return sum(map(len, self._tables.values())) // NUM_COLUMNS
 
     def add(self, step: Step, time_s: float) -> None:
         """Keep a step that took `time_s`; O(1)."""
         row = step.row() if isinstance(step, BatchShape) else step
-        kind = row.kind
-        place = self._counts[kind]
-        if place < self._capacity:
-            self._counts[kind] = place + 1
+        table, values = self._tables[row.kind], array("d", (*row, time_s))
+        if len(table) < self._capacity * NUM_COLUMNS:
+            table.extend(values)
         else:
-            place = self._rng.randrange(self._capacity)
-        self._tables[kind][place] = (*row, time_s)
+            start = self._rng.randrange(self._capacity) * NUM_COLUMNS
+            table[start : start + NUM_COLUMNS] = values
 
     def samples(self) -> Samples:
         """What is here, for `fit`. Shapes: (steps, columns of `BatchRow`) and (steps,)."""
-        table = np.concatenate([self._tables[kind][: self._counts[kind]] for kind in StepKind])
+        table = np.concatenate([np.array(self._tables[kind]) for kind in StepKind])
+        table = table.reshape(-1, NUM_COLUMNS)
         return table[:, :-1], table[:, -1]
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.estimators.batch_time import StepPredictor
+from echo_sgl.policies.eviction_order import LeafFacts, Worth, worth_of
+
+MAX_VICTIMS = 16
 
 _NEAR_TIE = 0.05
 # A prefill that hides behind decodes may cost nothing; then its tokens alone decide.
@@ -31,6 +35,32 @@ class Candidate:
     age_s: float
     laxity_s: float
     length_bucket: int
+
+
+class Victims:
+    """The leaves that an eviction would hit next, read no further than somebody asks.
+
+    `leaves`: tokens and facts of each, the first to go first; a step evicts a few, so only
+    `MAX_VICTIMS` are ever looked at.
+    """
+
+    def __init__(self, leaves: Iterator[tuple[int, LeafFacts]]) -> None:
+        self._leaves = islice(leaves, MAX_VICTIMS)
+        self._seen: list[tuple[int, bool]] = []
+
+    def needed_tokens(self, missing_tokens: int) -> int:
+        """What would go for so many tokens although pending requests wait for it."""
+        needed, victims = 0, chain(self._seen, self._unseen())
+        while missing_tokens > 0 and (victim := next(victims, None)) is not None:
+            num_tokens, is_needed = victim
+            needed += min(missing_tokens, num_tokens) if is_needed else 0
+            missing_tokens -= num_tokens
+        return needed
+
+    def _unseen(self) -> Iterator[tuple[int, bool]]:
+        for num_tokens, facts in self._leaves:
+            self._seen.append((num_tokens, worth_of(facts) is Worth.PENDING))
+            yield self._seen[-1]
 
 
 def length_bucket(num_tokens: int) -> int:

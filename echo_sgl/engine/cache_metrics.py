@@ -74,7 +74,7 @@ class CacheMetrics:
         self._recomputed.observe(recomputed_tokens)
 
     def publish(self, core: EchoTreeCore | None, limits: KvLimits) -> None:
-        """Refresh all series; a few times a second."""
+        """Refresh all series; once a second."""
         self._totals.bring(self._held_back, limits.num_held_back)
         self._totals.bring(self._reserve_hits, limits.num_reserve_hits)
         self._active[Task.ONLINE].set(limits.online_tokens)

@@ -61,7 +61,8 @@ class DeadlineWatch:
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""
-        deadline_s, _ = self.terms(req)
-        if deadline_s is None:
+        if math.isinf(terms_of(req).deadline_s):
             return math.inf
+        deadline_s, _ = self.terms(req)
+        assert deadline_s is not None
         return self._order.book.laxity_s(deadline_s, now_s, self._rate.tokens_per_s)

@@ -60,7 +60,7 @@ class EstimatorMetrics:
             self._ratio[kind].observe(predicted_s / time_s)
 
     def publish(self, live: LiveBatchTime, now_s: float) -> None:
-        """Refresh all other series; a few times a second."""
+        """Refresh all other series; once a second."""
         for kind in StepKind:
             if (coverage := live.coverage(kind)) is not None:
                 self._coverage.labels(kind).set(coverage)

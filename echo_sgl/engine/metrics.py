@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TTFT_BUCKETS_S = tuple(0.01 * 2 ** (step / 2) for step in range(40))
 TPOT_BUCKETS_S = tuple(0.002 * 2 ** (step / 2) for step in range(24))
 OUTCOMES = ("finished", "cancelled", "expired", "failed")
-POOL_PUBLISH_INTERVAL_S = 0.25
+POOL_PUBLISH_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class SchedulerMetrics:
         control: StepControl,
         now_s: float,
     ) -> None:
-        """Once per iteration of the loop; the gauges follow a few times a second.
+        """Once per iteration of the loop; the gauges follow once a second.
 
         And at once when nothing waits or runs any more: an idle scheduler may sleep, so what
         stands there last must be right.

@@ -315,7 +315,7 @@ class EchoScheduler(PoolIntake):
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""
         # No more can start than there are slots; a few more are there to choose from.
-        num_free = self.req_to_token_pool.available_size()
+        num_free = max(0, self.get_num_allocatable_reqs(len(running_batch.reqs)))
         limit = min(MAX_OFFERED, num_free + active_config().steps.candidates)
         if self.offline_config.max_running_requests:
             running = self._num_offline(running_batch)

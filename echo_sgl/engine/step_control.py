@@ -170,7 +170,7 @@ class StepControl:
     def select_decodes(self, batch: ScheduleBatch) -> None:
         """Let as many offline requests decode in this step as fit; the others sit out."""
         running = self._running.offline_of(batch.reqs)
-        if self._is_settled(Contexts.of([req.seqlen for req in running])):
+        if self._is_settled(self._running.contexts_of(running)):
             return
         if not self.can_park or not self.parked.can_park(batch):
             self._resume(batch, {req.rid for req in self.parked})

@@ -82,7 +82,7 @@ class StepMetrics:
             self._overhead_s.observe(control.own_time.steps_s.popleft())
 
     def publish(self, control: StepControl, now_s: float) -> None:
-        """Refresh all other series; a few times a second."""
+        """Refresh all other series; once a second."""
         self._estimator.publish(control.estimator, now_s)
         counts = control.counts
         self._totals.bring(self._parks, counts.num_parks)

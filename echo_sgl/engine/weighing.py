@@ -7,20 +7,16 @@ looks at this step: what is in the cache now, what would be evicted, how long it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.policies.candidates import Candidate, length_bucket, rank
-from echo_sgl.policies.eviction_order import Worth, worth_of
+from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, rank
 
 if TYPE_CHECKING:
     from echo_sgl.engine.deadlines import DeadlineWatch
     from echo_sgl.engine.tree_core import EchoTreeCore
     from echo_sgl.policies.step_planner import StepPlanner
 
-# Leaves that are looked at to tell what an eviction would hit; a step evicts a few.
-MAX_VICTIMS = 16
 # Who was passed over so often goes first: what the order picked for its age is never lost.
 MAX_PASSED_OVER = 8
 
@@ -41,8 +37,9 @@ class Weighing:
         head = offered[: self._num_candidates]
         if len(head) < 2 or not planner.estimator.is_ready:
             return tuple(offered)
-        victims = self._next_victims()
-        candidates = [self._candidate(req, victims, now_s) for req in head]
+        victims = Victims(self._core.next_victims())
+        free_tokens = self._allocator.available_size()
+        candidates = [self._candidate(req, victims, free_tokens, now_s) for req in head]
         ranked = rank(candidates, BatchShape(), planner.estimator.upper)
         places = {rid: place for place, rid in enumerate(ranked)}
         head = sorted(head, key=lambda req: (not _is_due(req), places[req.rid]))
@@ -53,7 +50,7 @@ class Weighing:
         if preferred is not in_line:
             in_line.echo_passed_over = getattr(in_line, "echo_passed_over", 0) + 1
 
-    def _candidate(self, req: Any, victims: list[tuple[int, bool]], now_s: float) -> Candidate:
+    def _candidate(self, req: Any, victims: Victims, free_tokens: int, now_s: float) -> Candidate:
         prompt = req.origin_input_ids + req.output_ids
         cached_tokens = min(self._core.cached_tokens(req, prompt), len(prompt) - 1)
         new_tokens = len(prompt) - cached_tokens
@@ -61,28 +58,11 @@ class Weighing:
             rid=req.rid,
             new_tokens=new_tokens,
             cached_tokens=cached_tokens,
-            evicted_needed_tokens=self._needed_among(victims, new_tokens),
+            evicted_needed_tokens=victims.needed_tokens(new_tokens - free_tokens),
             age_s=0.0,
             laxity_s=self._watch.laxity_s(req, now_s),
             length_bucket=length_bucket(len(prompt)),
         )
-
-    def _next_victims(self) -> list[tuple[int, bool]]:
-        """Tokens of the leaves that go first, and whether pending requests need them."""
-        return [
-            (num_tokens, worth_of(facts) is Worth.PENDING)
-            for num_tokens, facts in islice(self._core.next_victims(), MAX_VICTIMS)
-        ]
-
-    def _needed_among(self, victims: list[tuple[int, bool]], new_tokens: int) -> int:
-        """What would be evicted for so many new tokens although requests wait for it."""
-        missing, needed = new_tokens - self._allocator.available_size(), 0
-        for num_tokens, is_needed in victims:
-            if missing <= 0:
-                break
-            needed += min(missing, num_tokens) if is_needed else 0
-            missing -= num_tokens
-        return needed
 
 
 def _is_due(req: Any) -> bool:

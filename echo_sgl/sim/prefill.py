@@ -7,16 +7,14 @@ ends the pass, one prefill at a time may be between chunks.
 from __future__ import annotations
 
 from enum import Enum, auto
-from itertools import islice
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.policies.candidates import Candidate, length_bucket, rank
-from echo_sgl.policies.eviction_order import Worth, worth_of
+from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, rank
 from echo_sgl.sim.scheduler import SimScheduler, StepPlan
 from echo_sgl.sim.workload import SimRequest
 
 # As in the engine: see `offline_pool.MAX_OFFERED`, `weighing` and `admission`.
-MAX_OFFERED, MAX_VICTIMS, MAX_PASSED_OVER, MIN_SHARED_TOKENS = 64, 16, 8, 32
+MAX_OFFERED, MAX_PASSED_OVER, MIN_SHARED_TOKENS = 64, 8, 32
 
 
 class Verdict(Enum):
@@ -90,11 +88,7 @@ class PrefillPass:
         head = offered[:num_candidates]
         if len(head) < 2 or not self._planner.estimator.is_ready:
             return offered
-        tree = self._kv.tree
-        victims = [
-            (num_tokens, worth_of(facts) is Worth.PENDING)
-            for num_tokens, facts in islice(tree.next_victims(), MAX_VICTIMS)
-        ]
+        victims = Victims(self._kv.tree.next_victims())
         candidates = [self._candidate(one, victims) for one in head]
         ranked = rank(candidates, BatchShape(), self._planner.estimator.upper)
         places = {rid: place for place, rid in enumerate(ranked)}
@@ -103,20 +97,15 @@ class PrefillPass:
         first.num_passed_over += head[0] is not first
         return [*head, *offered[len(head) :]]
 
-    def _candidate(self, request: SimRequest, victims: list[tuple[int, bool]]) -> Candidate:
+    def _candidate(self, request: SimRequest, victims: Victims) -> Candidate:
         scheduler, tokens = self._scheduler, request.seq_tokens
         cached = min(self._kv.tree.cached_tokens(request.blocks), tokens - 1)
-        missing, needed = tokens - cached - self._kv.free_tokens, 0
-        for num_tokens, is_needed in victims:
-            if missing <= 0:
-                break
-            needed += min(missing, num_tokens) if is_needed else 0
-            missing -= num_tokens
+        new_tokens = tokens - cached
         return Candidate(
             rid=request.rid,
-            new_tokens=tokens - cached,
+            new_tokens=new_tokens,
             cached_tokens=cached,
-            evicted_needed_tokens=needed,
+            evicted_needed_tokens=victims.needed_tokens(new_tokens - self._kv.free_tokens),
             age_s=0.0,
             laxity_s=scheduler.pool.laxity_s(request, scheduler.now_s),
             length_bucket=length_bucket(tokens),

@@ -149,7 +149,22 @@ def test_looking_changes_nothing():
             one.observe(DECODE, 0.01 * math.exp(log_ratio), 0.0)
         looked.predict_upper(DECODE, 0.9)
         looked.evidence(StepKind.DECODE, 1e9)
+    untouched = pickle.loads(pickle.dumps(other))
+    looked.predict_upper(DECODE, 0.9), other.predict_upper(DECODE, 0.9)
     assert pickle.dumps(looked) == pickle.dumps(other)
+    assert looked.predict_upper(DECODE, 0.9) == untouched.predict_upper(DECODE, 0.9)
+
+
+def test_a_bound_that_was_asked_for_follows_the_next_step():
+    asked, other = band(), band()
+    for log_ratio in still(300, seed=12):
+        for one in (asked, other):
+            one.observe(DECODE, 0.01 * math.exp(log_ratio), 0.0)
+        bound_s = asked.predict_upper(DECODE, 0.9)
+    assert bound_s == other.predict_upper(DECODE, 0.9)
+    for one in (asked, other):
+        one.replace_model(Constant(0.02))
+    assert asked.predict_upper(DECODE, 0.9) == other.predict_upper(DECODE, 0.9)
 
 
 def test_a_shape_may_go_on_changing_after_it_was_learned_from():
