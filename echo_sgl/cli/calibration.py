@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
 import httpx
@@ -48,13 +49,18 @@ class BusyServerError(StepsError):
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Requests sent at once: (cached tokens, new tokens, tokens to generate) of each."""
+    """Requests sent at once: (cached tokens, new tokens, tokens to generate) of each.
+
+    All their prompts begin with the same `shared_tokens` tokens, which are cached before.
+    """
 
     requests: tuple[tuple[int, int, int], ...]
+    shared_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum(sum(request) for request in self.requests)
+        """KV that they hold together."""
+        return self.shared_tokens + sum(sum(request) for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,8 @@ class Calibration:
 def grid(server: dict[str, Any], rng: random.Random) -> Iterator[Wave]:
     """Waves without end: prefills cold and behind a cached prefix, alone and together, decodes.
 
-    All fit the server's limits, so that no step is shaped by a retraction.
+    All fit the server's limits, so that no step is shaped by a retraction. The largest batches of
+    long contexts fit only because they share a prefix, as a job's requests do.
     """
     pool_tokens = server["max_total_tokens"] // 2
     most = min(server["max_context_tokens"] - DECODE_TOKENS - 1, pool_tokens)
@@ -106,6 +113,11 @@ def grid(server: dict[str, Any], rng: random.Random) -> Iterator[Wave]:
         yield Wave(
             tuple((0, _length(rng, context), rng.randint(2, DECODE_TOKENS)) for _ in range(batch))
         )
+        batch = min(running, 2 ** rng.randint(1, 6))
+        shared = rng.randint(1, max(1, min(longest, pool_tokens - batch * (DECODE_TOKENS + 1)) - 1))
+        own = min(longest - shared, (pool_tokens - shared) // batch - DECODE_TOKENS)
+        requests = ((0, _length(rng, max(1, own)), DECODE_TOKENS) for _ in range(batch))
+        yield Wave(tuple(requests), shared_tokens=shared)
 
 
 class Driver:
@@ -174,12 +186,15 @@ class Driver:
         return time.monotonic() - start_s
 
     def _send(self, wave: Wave) -> None:
+        shared = self._tokens(wave.shared_tokens)
+        if shared:
+            self._generate(shared, 1)
         with ThreadPoolExecutor(len(wave.requests)) as pool:
-            list(pool.map(self._request, wave.requests))
+            list(pool.map(partial(self._request, shared), wave.requests))
 
-    def _request(self, request: tuple[int, int, int]) -> None:
+    def _request(self, shared: list[int], request: tuple[int, int, int]) -> None:
         cached, new, generated = request
-        prompt = self._tokens(cached)
+        prompt = shared + self._tokens(cached)
         if cached:
             self._generate(prompt, 1)
         self._generate(prompt + self._tokens(new), generated)

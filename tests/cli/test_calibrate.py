@@ -40,15 +40,20 @@ SERVER: dict[str, Any] = {
 
 def test_every_wave_of_the_grid_fits_the_server():
     waves = list(itertools.islice(grid(SERVER, random.Random(0)), 400))
+    contexts = []
     for wave in waves:
         assert wave.num_tokens <= SERVER["max_total_tokens"]
         assert len(wave.requests) <= SERVER["max_running_requests"]
         for cached, new, generated in wave.requests:
             assert cached >= 0 and new >= 1 and 1 <= generated <= DECODE_TOKENS
-            assert cached + new + generated <= SERVER["max_context_tokens"]
+            context = wave.shared_tokens + cached + new + generated
+            assert context <= SERVER["max_context_tokens"]
+            contexts.append((len(wave.requests), context))
     assert any(cached for wave in waves for cached, _, _ in wave.requests)
     assert {len(wave.requests) for wave in waves} >= {1, 2, 4, 8, 16}
     assert max(wave.requests[0][1] for wave in waves) > SERVER["chunked_prefill_tokens"]
+    # Full batches of contexts that would not fit the pool without their shared prefix.
+    assert max(batch * context for batch, context in contexts) > 4 * SERVER["max_total_tokens"]
 
 
 def linear_steps(count: int) -> tuple[Any, Any]:
