@@ -125,10 +125,18 @@ class EchoPrefillAdder(PrefillAdder):
             max_tokens=_new_tokens(req),
             page_size=self.page_size,
         )
-        if has_chunked_req and chunk_tokens < _new_tokens(req):
+        if has_chunked_req and not self._fits_whole(req, chunk_tokens):
             # One request at a time may be between chunks; this one comes after it.
             return AddReqResult.OTHER
         return self._add_chunk(req, chunk_tokens, has_chunked_req, truncation_align_size)
+
+    def _fits_whole(self, req: Req, chunk_tokens: int) -> bool:
+        """Whether neither the limit nor what is left of SGLang's chunk would cut it.
+
+        A request between chunks leaves some of the chunk when the limit cut it shorter.
+        """
+        need, left = _new_tokens(req), self.rem_chunk_tokens
+        return need <= chunk_tokens and (left is None or self.ceil_paged_tokens(need) <= left)
 
     def add_chunked_req(self, req: Req) -> Req | None:
         before = self.rem_input_tokens

@@ -1,0 +1,50 @@
+"""What of an online request may join a step beside one that is between two chunks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.engine.admission import EchoPrefillAdder
+
+
+def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPrefillAdder:
+    """With so much left of SGLang's chunk; the step's limit allows `limit_tokens` more."""
+    one = object.__new__(EchoPrefillAdder)
+    planner = SimpleNamespace(
+        online_chunk_tokens=lambda shape, max_tokens, **_: min(max_tokens, limit_tokens)
+    )
+    one.control, one.shape = SimpleNamespace(planner=planner), BatchShape()
+    one.rem_chunk_tokens, one.page_size = left, page_size
+    one._add_chunk = lambda *args: AddReqResult.CONTINUE
+    return one
+
+
+def request(num_tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(prefix_len=0, full_untruncated_fill_ids=range(num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("left", "limit_tokens", "page_size", "result"),
+    [
+        (200, 512, 1, AddReqResult.CONTINUE),
+        (199, 512, 1, AddReqResult.OTHER),
+        (200, 199, 1, AddReqResult.OTHER),
+        (207, 512, 16, AddReqResult.OTHER),
+        (208, 512, 16, AddReqResult.CONTINUE),
+        (None, 512, 1, AddReqResult.CONTINUE),
+    ],
+)
+def test_who_would_be_cut_waits_for_the_request_between_chunks(
+    left, limit_tokens, page_size, result
+):
+    one = adder(left=left, limit_tokens=limit_tokens, page_size=page_size)
+    assert one._add_online(request(200), True, None) is result
+
+
+def test_without_one_between_chunks_a_request_may_be_cut():
+    one = adder(left=100, limit_tokens=512)
+    assert one._add_online(request(200), False, None) is AddReqResult.CONTINUE
