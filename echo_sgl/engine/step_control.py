@@ -300,10 +300,7 @@ class StepControl:
             context_tokens=req.seqlen,
             uncached_tokens=_uncached_tokens(req),
             waiting_since_s=terms.waiting_since_s,
-            # Asked for every decode of a step: most have no deadline.
-            laxity_s=math.inf
-            if terms.deadline_s == math.inf
-            else self._watch.laxity_s(req, self._now_s),
+            laxity_s=self._watch.laxity_s(req, self._now_s),
             is_running=is_running,
             sequence=req.echo_sequence,
         )
