@@ -35,7 +35,7 @@ def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: A
     """Before SGLang starts to listen: put our routes beside its own, calibrate if asked to."""
     from sglang.srt.entrypoints import http_server
 
-    http_server.app.include_router(_router(tokenizer_manager))
+    http_server.app.include_router(_router(Replicas(tokenizer_manager)))
     try:
         add_to_server(http_server.app, server_args, tokenizer_manager)
     except EchoError as error:
@@ -43,35 +43,48 @@ def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: A
     start_calibration(server_args)
 
 
-def _router(tokenizer_manager: Any) -> APIRouter:
-    router = APIRouter(prefix="/echo")
+class Replicas:
+    """Asks and tells the schedulers of all replicas, through SGLang's internal state."""
 
-    async def ask(question: str) -> list[dict[str, Any]]:
+    def __init__(self, tokenizer_manager: Any) -> None:
+        self._manager = tokenizer_manager
+
+    async def ask(self, question: str) -> list[dict[str, Any]]:
         """All replicas' answers, by number."""
-        tokenizer_manager.auto_create_handle_loop()
+        self._manager.auto_create_handle_loop()
         request = GetInternalStateReq(rid=question)
-        answers = await tokenizer_manager.get_internal_state_communicator(request)
+        answers = await self._manager.get_internal_state_communicator(request)
         states = [answer.internal_state for answer in answers]
         return sorted(states, key=lambda state: int(state["replica"]))
 
-    async def tell(key: str, value: float) -> list[bool]:
+    async def tell(self, key: str, value: float) -> list[bool]:
         """Whether each replica did as told."""
-        tokenizer_manager.auto_create_handle_loop()
+        self._manager.auto_create_handle_loop()
         order = SetInternalStateReq(server_args={key: value})
-        answers = await tokenizer_manager.set_internal_state_communicator(order)
+        answers = await self._manager.set_internal_state_communicator(order)
         return [answer.updated for answer in answers]
 
+
+def _router(replicas: Replicas) -> APIRouter:
+    router = APIRouter(prefix="/echo")
+    _add_reports(router, replicas)
+    _add_explanation(router, replicas)
+    _add_orders(router, replicas)
+    return router
+
+
+def _add_reports(router: APIRouter, replicas: Replicas) -> None:
     @router.get("/steps")
     async def steps() -> dict[str, Any]:
         """The last steps of each replica: what they ran and how long it took."""
-        return {"replicas": await ask(STEPS_QUESTION)}
+        return {"replicas": await replicas.ask(STEPS_QUESTION)}
 
     @router.get("/trace")
     async def trace(
         seconds: Annotated[float, Query(gt=0, le=MAX_TRACE_S)] = 10.0,
     ) -> dict[str, Any]:
         """The steps of the last seconds: what was planned, what came of it, who sat out."""
-        return {"replicas": await ask(f"{TRACE_QUESTION}{seconds!r}")}
+        return {"replicas": await replicas.ask(f"{TRACE_QUESTION}{seconds!r}")}
 
     @router.get("/recording")
     async def recording(
@@ -79,12 +92,14 @@ def _router(tokenizer_manager: Any) -> APIRouter:
         after: Annotated[str, Query(max_length=4096, pattern=AFTER_PATTERN)] = "",
     ) -> dict[str, Any]:
         """Requests that ended since: times and lengths, and salted hashes instead of prompts."""
-        return {"replicas": await ask(f"{RECORDING_QUESTION}{recording}/{after}")}
+        return {"replicas": await replicas.ask(f"{RECORDING_QUESTION}{recording}/{after}")}
 
+
+def _add_explanation(router: APIRouter, replicas: Replicas) -> None:
     @router.get("/requests/{rid:path}")
     async def request(rid: str) -> Any:
         """What a request is doing or waiting for."""
-        states = await ask(f"{REQUEST_QUESTION}{rid}") if len(rid) <= MAX_ID_CHARS else []
+        states = await replicas.ask(f"{REQUEST_QUESTION}{rid}") if len(rid) <= MAX_ID_CHARS else []
         for state in states:
             if state["request"] is not None:
                 return {"replica": state["replica"], **state["request"]}
@@ -94,6 +109,8 @@ def _router(tokenizer_manager: Any) -> APIRouter:
         )
         return _error(HTTPStatus.NOT_FOUND, message, "id")
 
+
+def _add_orders(router: APIRouter, replicas: Replicas) -> None:
     @router.post("/budget")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def budget(request: Request) -> Any:
@@ -101,7 +118,7 @@ def _router(tokenizer_manager: Any) -> APIRouter:
         budget_s = _budget_of(await request.body())
         if problem := budget_problem(active_config().steps.limit, budget_s):
             return _error(HTTPStatus.BAD_REQUEST, problem, "budget_s")
-        updated = await tell(BUDGET_KEY, float(budget_s))
+        updated = await replicas.tell(BUDGET_KEY, float(budget_s))
         if not all(updated):
             return _error(HTTPStatus.CONFLICT, "a replica refused the budget; see its log", None)
         return {"budget_s": float(budget_s), "num_replicas": len(updated)}
@@ -110,9 +127,7 @@ def _router(tokenizer_manager: Any) -> APIRouter:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def forget_demand() -> dict[str, int]:
         """Start the reserve anew: what was asked of the server until now was no traffic."""
-        return {"num_replicas": len(await tell(FORGET_DEMAND_KEY, 1))}
-
-    return router
+        return {"num_replicas": len(await replicas.tell(FORGET_DEMAND_KEY, 1))}
 
 
 def _budget_of(body: bytes) -> Any:
