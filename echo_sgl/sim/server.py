@@ -206,7 +206,8 @@ class SimServer:
         if self.config.step_factors:
             time_s *= self.config.step_factors.get(plan.row.kind, 1.0)
         if self.config.noise:
-            time_s *= math.exp(self._rng.gauss(0.0, self.config.noise))
+            noise = self.config.noise
+            time_s *= math.exp(self._rng.gauss(-noise * noise / 2, noise))  # its mean is 1
         return max(1e-6, time_s)
 
     def _end_step(self, now_s: float) -> None:

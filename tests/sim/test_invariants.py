@@ -236,6 +236,14 @@ def test_a_lone_request_waits_for_the_host_and_the_device() -> None:
     assert slow.tpot_s[0] - quick.tpot_s[0] == pytest.approx(0.0035)
 
 
+def test_steps_with_scatter_take_as_long_on_average_as_those_without() -> None:
+    online = Trace(Task.ONLINE, array("d", (0.0,)), array("q", (100,)), array("q", (4000,)))
+    [even] = simulate(server(kv_tokens=10_000), online).tpot_s
+    [uneven] = simulate(server(kv_tokens=10_000, noise=0.5), online).tpot_s
+    assert uneven != even
+    assert uneven == pytest.approx(even, rel=0.04)
+
+
 def test_a_device_that_is_slower_than_its_profile_is_found_out() -> None:
     slow = server(step_factors={StepKind.DECODE: 2.0})
     twin = SimServer(slow, online_trace(60, rate_rps=20), empty_trace(Task.OFFLINE))
