@@ -44,7 +44,13 @@ from eval.ablation_options import AblationOptions, parse_options
 from eval.ablation_phases import PHASES, ArmRun
 from eval.arms import Arm
 from eval.corun import RESULTS_DIR
-from eval.fidelity_replay import Prompts, bodies_of, replay, server_config
+from eval.fidelity_replay import (
+    Prompts,
+    bodies_of,
+    replay,
+    server_config,
+    with_unfinished,
+)
 from eval.fidelity_report import (
     Row,
     cause_of,
@@ -154,7 +160,7 @@ class Fidelity(Ablation):
             path = self.store.raw_path(f"{name}-{phase}", repetition)
             if not path.exists():
                 continue
-            real = read_records(path)
+            real = with_unfinished(read_records(path), prompts)
             came_s = steps.get("online_window_s", window_s)
             window = came_s if phase == "together" else None
             simulated, _ = replay(config, real, prompts)
@@ -330,7 +336,12 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(rest):
         print(parser.format_help())
     options = parse_options(
-        rest, prog="python -m eval.fidelity", arms=DEFAULT_ARMS, repetitions=1, ceiling_s=15.0
+        rest,
+        prog="python -m eval.fidelity",
+        arms=DEFAULT_ARMS,
+        repetitions=1,
+        ceiling_s=15.0,
+        stream_offline=True,
     )
     command = f"python -m eval.fidelity {shlex.join(argv)}".strip()
     try:

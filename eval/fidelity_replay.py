@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from collections.abc import Sequence
@@ -128,14 +129,16 @@ class Client:
         record = self._by_rid[request.rid]
         record.prompt_tokens, record.completion_tokens = request.prompt_tokens, num_tokens
         record.cached_tokens = request.cached_tokens or 0
-        record.last_token_s = None if request.is_offline else now_s
+        record.last_token_s = now_s
         record.end(Status.OK, now_s)
 
     def records(self, end_s: float) -> list[Record]:
         """All that came; what was not answered by `end_s` was given up then."""
         for request, record in self._seen:
-            if not request.is_offline:
-                record.first_token_s = request.first_token_s
+            record.first_token_s = request.first_token_s
+            if record.status is Status.PENDING and request.first_token_s is not None:
+                record.prompt_tokens = request.prompt_tokens
+                record.completion_tokens, record.last_token_s = request.num_outputs, end_s
             record.end(Status.CANCELLED, end_s)
         return [record for _, record in self._seen]
 
@@ -161,6 +164,18 @@ def replay(
     client = Client(sent)
     results = simulate(config, online, offline, until_s=end_s, observer=client)
     return client.records(end_s), results
+
+
+def with_unfinished(records: Sequence[Record], prompts: Prompts) -> list[Record]:
+    """The same, where answers that were given up half way have the tokens that had come."""
+    return [
+        dataclasses.replace(
+            one, prompt_tokens=len(prompts.ids(one)), completion_tokens=len(one.gaps_s) + 1
+        )
+        if one.status is Status.CANCELLED and one.first_token_s is not None
+        else one
+        for one in records
+    ]
 
 
 def _sent_s(record: Record) -> float:

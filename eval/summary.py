@@ -64,6 +64,28 @@ def tokens_per_s(records: Iterable[Record], start_s: float, end_s: float) -> flo
     return completed / (end_s - start_s)
 
 
+def streamed_tokens_per_s(records: Iterable[Record], start_s: float, end_s: float) -> float:
+    """Prompt + generated tokens of streamed offline answers that came in (start, end], a second.
+
+    A prompt comes with its first token. Answers that were given up half way count as far as they
+    got: this has less scatter than `tokens_per_s`, which waits for their ends.
+    """
+    if end_s <= start_s:
+        return 0.0
+    streamed = [r for r in records if r.task is Task.OFFLINE and r.first_token_s is not None]
+    came = sum(_came_by(record, end_s) - _came_by(record, start_s) for record in streamed)
+    return came / (end_s - start_s)
+
+
+def _came_by(record: Record, at_s: float) -> float:
+    first_s, last_s = record.first_token_s, record.last_token_s
+    assert first_s is not None and last_s is not None
+    if at_s < first_s:
+        return 0.0
+    share = (at_s - first_s) / (last_s - first_s) if at_s < last_s else 1.0
+    return record.prompt_tokens + 1 + share * (record.completion_tokens - 1)
+
+
 def steady_window(records: Iterable[Record], cut: float = STEADY_CUT) -> tuple[float, float]:
     """From the completion of the first tenth of the offline answers to that of the last but one.
 

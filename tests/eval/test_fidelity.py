@@ -15,7 +15,7 @@ from echo_sgl.estimators.profile import Profile
 from echo_sgl.types import Task
 from eval.ablation_options import AblationOptions
 from eval.fidelity import at_speed, check_load, evidence_of, given_load, stored_options
-from eval.fidelity_replay import Prompts, noise_of, replay
+from eval.fidelity_replay import Prompts, noise_of, replay, with_unfinished
 from eval.fidelity_report import (
     Row,
     cause_of,
@@ -93,6 +93,35 @@ def test_prompts_that_the_server_counted_otherwise_are_refused() -> None:
     real.prompt_tokens = 17
     with pytest.raises(WorkloadError, match="a has 301 tokens here and had 17 on the server"):
         replay(server(), [real], Prompts(BODIES, Words()))
+
+
+def test_answers_given_up_half_way_count_with_the_tokens_that_had_come() -> None:
+    real = [record("a", 0.0), Record("b", Task.OFFLINE, 0.0, sent_s=0.0)]
+    real[1].first_token_s, real[1].last_token_s, real[1].gaps_s = 0.5, 0.7, [0.1, 0.1]
+    real[1].end(Status.CANCELLED, 2.0)
+    done, half = with_unfinished(real, Prompts(BODIES, Words()))
+    assert done is real[0]
+    assert (half.prompt_tokens, half.completion_tokens) == (301, 3)
+    again, _ = replay(server(), real, Prompts(BODIES, Words()), end_s=100.0)
+    alone_s = {one.id: one.first_token_s for one in again}["a"]
+    assert alone_s is not None
+    cut, _ = replay(server(), real, Prompts(BODIES, Words()), end_s=alone_s + 1e-6)
+    [begun] = [one for one in cut if one.first_token_s is not None]
+    assert (begun.id, begun.status) == ("a", Status.CANCELLED)
+    assert (begun.prompt_tokens, begun.completion_tokens) == (301, 1)
+
+
+def test_the_jobs_speed_is_taken_as_its_tokens_came_where_answers_were_streamed() -> None:
+    def job(last_s: float) -> list[Record]:
+        one = Record("a", Task.OFFLINE, 0.0, sent_s=0.0, first_token_s=2.0, last_token_s=last_s)
+        one.prompt_tokens, one.completion_tokens = 90, 11
+        one.end(Status.CANCELLED, 10.0)
+        return [one]
+
+    [row] = rows_of_phase("echo", "offline-alone", job(10.0), job(9.0))
+    assert row.figure == "tokens/s"
+    assert row.real == pytest.approx((91 + 10 * 7 / 8) / 8)  # from 1 s to 9 s
+    assert row.sim == pytest.approx(101 / 8)
 
 
 def answered(ttft_s: float, gap_s: float, count: int) -> list[Record]:

@@ -17,6 +17,7 @@ from eval.summary import (
     over_repetitions,
     percentiles_ms,
     steady_window,
+    streamed_tokens_per_s,
     summarise_repetition,
     tokens_per_s,
 )
@@ -45,6 +46,36 @@ def offline(end_s: float, *, tokens: int = 100, status: Status = Status.OK) -> R
         "o", Task.OFFLINE, 0.0, end_s=end_s, prompt_tokens=tokens - 10, completion_tokens=10,
         status=status,
     )  # fmt: skip
+
+
+def streamed(first_s: float, last_s: float, *, status: Status = Status.OK) -> Record:
+    """A prompt of 90 tokens and an answer of 11, evenly from its first token to its last."""
+    return Record(
+        "s", Task.OFFLINE, 0.0, first_token_s=first_s, last_token_s=last_s, end_s=last_s,
+        prompt_tokens=90, completion_tokens=11, status=status,
+    )  # fmt: skip
+
+
+def test_streamed_tokens_count_when_they_come_and_the_prompt_with_the_first() -> None:
+    one = streamed(10.0, 20.0)
+    assert streamed_tokens_per_s([one], 0.0, 9.9) == 0.0
+    assert streamed_tokens_per_s([one], 0.0, 10.0) == pytest.approx(91 / 10)
+    assert streamed_tokens_per_s([one], 10.0, 15.0) == pytest.approx(5 / 5)
+    assert streamed_tokens_per_s([one], 5.0, 25.0) == pytest.approx(101 / 20)
+    given_up = streamed(10.0, 20.0, status=Status.CANCELLED)
+    assert streamed_tokens_per_s([given_up, offline(12.0)], 5.0, 25.0) == pytest.approx(101 / 20)
+    assert streamed_tokens_per_s([streamed(3.0, 3.0)], 0.0, 10.0) == pytest.approx(101 / 10)
+    assert streamed_tokens_per_s([one], 5.0, 5.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), max_size=20), st.floats(0, 100))
+def test_streamed_tokens_of_two_windows_are_those_of_both(spans: list[Any], cut_s: float) -> None:
+    records = [streamed(first_s, first_s + more_s) for first_s, more_s in spans]
+
+    def tokens(start_s: float, end_s: float) -> float:
+        return streamed_tokens_per_s(records, start_s, end_s) * (end_s - start_s)
+
+    assert tokens(-1, cut_s) + tokens(cut_s, 101) == pytest.approx(101 * len(records))
 
 
 def test_ttft_counts_from_the_schedule_not_from_the_sending() -> None:
