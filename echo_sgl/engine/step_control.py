@@ -35,6 +35,9 @@ from echo_sgl.types import Task
 
 BASE_DECODES = 8
 WAIT_WINDOW_S = 60.0
+# A model's step leaves nothing of the estimator in the CPU's caches, and to fetch it takes longer
+# than to learn from a step: short ones are learned from together.
+LEARN_EVERY_S = 0.05
 
 
 @dataclass(slots=True)
@@ -87,6 +90,8 @@ class StepControl:
         self.online_wait_steps = RollingMax(WAIT_WINDOW_S)
         self.own_time = OwnTime()
         self._now_s = 0.0
+        self._unlearned: list[tuple[BatchRow, float]] = []
+        self._learned_s = -math.inf
         self._running = Running((), 0.0)
         self._last_begin_s: float | None = None
         self._last_online_s: float | None = None
@@ -94,10 +99,15 @@ class StepControl:
     # ---- one step --------------------------------------------------------------------------
 
     def observe(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
-        """Learn from steps that have ended since; the same ones on every rank."""
-        for row, time_s in measured:
+        """Take in steps that have ended since, and learn from them in time; alike on every rank."""
+        self._unlearned.extend(measured)
+        if not self._unlearned or now_s - self._learned_s < LEARN_EVERY_S:
+            return
+        for row, time_s in self._unlearned:
             if time_s > 0:
                 self.estimator.observe(row, time_s, now_s)
+        self._unlearned.clear()
+        self._learned_s = now_s
 
     def begin(
         self, now_s: float, running: ScheduleBatch, waiting: Sequence[Req], chunked: Req | None
