@@ -14,7 +14,7 @@ from xdist.scheduler import LoadFileScheduling
 from eval.models import demo_model
 from eval.server import Server
 from tests.engine.traffic import send_all, texts
-from tests.servers import COMMON_ARGS, MAX_ALIVE_SERVERS, NAMED, STRICT, ServerPool
+from tests.servers import COMMON_ARGS, NAMED, STRICT, ServerPool, max_alive_servers
 
 # Modules that share servers go to one worker, and so do the tests of any other module. What
 # takes longest comes first, so that no worker is left alone with it at the end.
@@ -29,15 +29,25 @@ GROUPS = (
         "eval/test_load",
     ),
     ("engine/test_steps", "engine/test_faults"),
-    ("cli/",),
+    ("cli/", "engine/test_batch_service"),
     ("cpu/test_server",),
     ("engine/test_pool_lifecycle",),
     ("engine/test_switch",),
-    ("engine/test_batch_service",),
     ("configs/test_grafana",),
     ("engine/test_explain",),
     ("engine/test_estimation",),
     ("batches/test_embeddings",),
+)
+# Within a group, tests run by the server that they need, so that none starts twice. Texts of the
+# stock server are asked for all along.
+SERVERS = (
+    "echo_server",
+    "stock_server",
+    "tight_server",
+    "reserving_server",
+    "unreserved_server",
+    "cramped_server",
+    "small_server",
 )
 
 
@@ -55,7 +65,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup | No
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _rank(item.nodeid))
+    items.sort(key=lambda item: (_rank(item.nodeid), _server_rank(item)))
+
+
+def _server_rank(item: pytest.Item) -> int:
+    fixtures = getattr(item, "fixturenames", ())
+    return next((rank for rank, name in enumerate(SERVERS) if name in fixtures), len(SERVERS))
 
 
 def _rank(nodeid: str) -> int:
@@ -70,7 +85,7 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def server_for() -> Iterator[ServerPool]:
-    pool = ServerPool(MAX_ALIVE_SERVERS)
+    pool = ServerPool(max_alive_servers())
     yield pool
     pool.shrink(0)
 

@@ -24,11 +24,18 @@ COMMON_ARGS = (
 )
 NAMED = ("--served-model-name", "tiny", "--max-running-requests", "16")
 LOGS_DIR = Path(__file__).resolve().parent.parent / "build" / "logs"
-# 2.6 GiB each, and two workers may each have their own.
-_USUAL_SERVERS = "2" if "PYTEST_XDIST_WORKER" in os.environ else "3"
-MAX_ALIVE_SERVERS = int(os.environ.get("ECHO_TEST_MAX_SERVERS", _USUAL_SERVERS))
+SERVER_GIB = 2.6
 # An idle scheduler polls at full speed: one that waits its turn would take half of the machine.
 POOL_ARGS = ("--max-total-tokens", "40000", "--random-seed", "0", "--sleep-on-idle")
+
+
+def max_alive_servers() -> int:
+    """How many servers a worker keeps: all workers' together fill three quarters of memory."""
+    if given := os.environ.get("ECHO_TEST_MAX_SERVERS"):
+        return int(given)
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return min(4, max(2, int(0.75 * memory_gib / SERVER_GIB / num_workers)))
 
 
 class ServerPool:
