@@ -13,7 +13,7 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class _Columns:
         """One request. Errors: `TraceFileError` names line, column and value."""
         form = self.format
         assert form is not None
-        if row.get("class", self.task) != self.task:
+        if self._task(number, row) is not self.task:
             self.num_other_class += 1
             return
         at_s = self._time_s(number, form.time, row.get(form.time)) * form.unit_s
@@ -216,6 +216,15 @@ class _Columns:
                 f"{key} has {len(value)} entries; {prompt} tokens are {wanted} blocks of {size}",
             )
         self.blocks.append(array("q", value))
+
+    def _task(self, number: int, row: Mapping[str, Any]) -> Task:
+        """The class of a row; a row that names none is of the class that is read."""
+        given = row.get("class", self.task)
+        try:
+            return Task(given)
+        except ValueError:
+            allowed = " or ".join(Task)
+        raise self.error(number, f"class is {given!r:.60}; it must be {allowed}, or left out")
 
     def _tokens(self, number: int, column: str, value: Any) -> int:
         try:
@@ -318,9 +327,16 @@ def _open(path: Path) -> io.TextIOBase:
 
 
 def _seconds(at: Any) -> float:
+    """A number of seconds as it is; a date and time since 1970, UTC where it names no offset.
+
+    Of a fraction, six digits count: Azure writes seven in 2023; in 2024 none where it is 0.
+    """
     try:
         return float(at)
     except ValueError:
-        # Azure writes seven digits of a second; Python reads six.
-        whole, _, fraction = str(at).strip().partition(".")
-        return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}+00:00").timestamp()
+        text = str(at).strip()
+    if len(text) <= len("2024-05-10"):
+        # Python reads a date alone as its midnight: all requests of a day would come at once.
+        raise ValueError(f"{text} has no time of day")
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

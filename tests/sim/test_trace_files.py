@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from echo_sgl.sim.job_lines import hashed_blocks, read_job_lines
 from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
 from echo_sgl.types import Task
 
@@ -142,35 +142,71 @@ def test_a_gap_of_hours_is_told_with_its_line(tmp_path: Path) -> None:
     assert read.warnings == ("line 3: nothing came for 3.0 h before it",)
 
 
-def job_line(text: str, **body: object) -> str:
-    return json.dumps({"custom_id": "a", "body": {"prompt": text, **body}})
+CLOCKS = {
+    "2024-05-10 00:00:00+00:00": 0.0,
+    "2024-05-10 00:00:01.5+00:00": 1.5,
+    "2024-05-10T00:00:02Z": 2.0,
+    "2024-05-10 00:00:03": 3.0,
+    "2024-05-10T00:00:04": 4.0,
+    "2024-05-10 00:00:05.123456789": 5.123456,
+    "2024-05-10 02:00:06.009930+02:00": 6.00993,
+    "2024-05-09 18:30:07-05:30": 7.0,
+    "2024-05-10T00:00:08.1234567Z": 8.123456,
+}
 
 
-def test_lines_that_begin_alike_share_their_whole_blocks(tmp_path: Path) -> None:
-    shared = "x" * 600
-    lines = [job_line(shared + "one", max_tokens=9), job_line(shared + "two")]
-    trace = read_job_lines(written(tmp_path, "\n".join(lines), "jobs.jsonl"))
-    first, second = (trace.request(number) for number in (0, 1))
-    assert first.blocks[:2] == second.blocks[:2]
-    assert first.blocks[2] != second.blocks[2]
-    assert list(trace.output_tokens) == [9, 256]
+def rows_at(*times: str) -> str:
+    return "".join(["TIMESTAMP,ContextTokens,GeneratedTokens\n", *(f"{at},5,5\n" for at in times)])
 
 
-def test_a_block_is_named_by_all_that_comes_before_it() -> None:
-    one, other = hashed_blocks("a" * 256 + "b" * 256), hashed_blocks("c" * 256 + "b" * 256)
-    assert one[1] != other[1]
+def test_timestamps_with_and_without_fraction_and_offset_may_be_mixed(tmp_path: Path) -> None:
+    read = read_trace_file(written(tmp_path, rows_at(*CLOCKS)))
+    assert list(read.trace.at_s) == pytest.approx(list(CLOCKS.values()), abs=2e-6)
+    assert (read.format, read.warnings) == ("Azure", ())
+
+
+@pytest.mark.parametrize("num_digits", range(1, 10))
+@pytest.mark.parametrize("offset", ["", "Z", "+00:00"])
+def test_a_fraction_of_a_second_has_any_number_of_digits(
+    tmp_path: Path, num_digits: int, offset: str
+) -> None:
+    fraction = "123456789"[:num_digits]
+    text = rows_at(f"2024-05-10 00:00:00{offset}", f"2024-05-10 00:00:00.{fraction}{offset}")
+    trace = read_trace_file(written(tmp_path, text)).trace
+    assert trace.at_s[1] == pytest.approx(float(f"0.{fraction}"), abs=2e-6)
+
+
+@pytest.mark.parametrize("fraction", ["", ".5", ".500000"])
+def test_an_offset_is_no_part_of_the_time_in_utc(tmp_path: Path, fraction: str) -> None:
+    text = rows_at(f"2024-05-10 00:00:00{fraction}Z", f"2024-05-10 00:00:00{fraction}-01:00")
+    assert list(read_trace_file(written(tmp_path, text)).trace.at_s) == [0.0, 3600.0]
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{", "line 1 is not JSON"),
-        ("{}", "line 1 has no body"),
-        (job_line(""), "line 1: no text"),
-        (job_line("a", max_tokens=0), "line 1: max_tokens is 0"),
-        ("", "holds no line"),
-    ],
+    "at", ["2024-05-10", "2024-05-10 25:00:00Z", "2024-05-10 00:00:00+99:00", "noon", ""]
 )
-def test_bad_job_lines_are_refused(tmp_path: Path, text: str, problem: str) -> None:
-    with pytest.raises(TraceFileError, match=problem):
-        read_job_lines(written(tmp_path, text, "jobs.jsonl"))
+def test_what_is_no_date_and_time_is_refused_by_its_line(tmp_path: Path, at: str) -> None:
+    text = rows_at("2024-05-10 00:00:00+00:00", at)
+    with pytest.raises(TraceFileError, match=f"line 3: TIMESTAMP is {re.escape(repr(at))}"):
+        read_trace_file(written(tmp_path, text))
+
+
+def recording(*classes: object) -> str:
+    head = {"format": "echo-recording", "version": 1, "block_tokens": 4}
+    row = {"at_s": 5.0, "prompt_tokens": 6, "output_tokens": 2}
+    return "\n".join(map(json.dumps, [head, *({**row, "class": one} for one in classes)]))
+
+
+@pytest.mark.parametrize("given", ["ofline", "Online", "", None, 1, ["online"]])
+def test_a_class_that_does_not_exist_is_refused_by_its_line(tmp_path: Path, given: object) -> None:
+    path = written(tmp_path, recording("online", given), "t.jsonl")
+    problem = f"line 3: class is {given!r}; it must be online or offline, or left out"
+    with pytest.raises(TraceFileError, match=re.escape(problem)):
+        read_trace_file(path)
+
+
+def test_a_row_that_names_no_class_is_of_the_class_that_is_read(tmp_path: Path) -> None:
+    row = {"at_s": 5.0, "prompt_tokens": 6, "output_tokens": 2}
+    path = written(tmp_path, f"{recording('online')}\n{json.dumps(row)}\n", "t.jsonl")
+    assert len(read_trace_file(path).trace) == 2
+    assert len(read_trace_file(path, task=Task.OFFLINE).trace) == 1
