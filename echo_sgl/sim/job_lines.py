@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from echo_sgl.sim.trace_files import TraceFileError
+from echo_sgl.batches.lines import EMBEDDINGS_URL
+from echo_sgl.sim.trace_files import MAX_TOKENS, TraceFileError
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
 
 CHARS_PER_TOKEN = 4
 DEFAULT_OUTPUT_TOKENS = 256
+EMBEDDING_OUTPUT_TOKENS = 1
 MAX_JOB_LINES = 1_000_000
 
 
@@ -23,21 +25,23 @@ def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> 
 
     A text is taken to have `CHARS_PER_TOKEN` characters a token; texts that begin alike share
     their whole blocks. Answers are as long as a line allows, or `output_tokens` where that is
-    above 0 and less.
+    above 0 and less; what a line allows is planned with in both cases. An embedding generates
+    nothing; it counts as an answer of 1 token, which is the step that computes it.
 
     Errors: `TraceFileError` names the line.
     """
-    blocks, prompts, outputs = [], array("q"), array("q")
+    blocks, prompts, outputs, allowed = [], array("q"), array("q"), array("q")
     for number, line in _lines(path):
-        body = _body(path, number, line)
-        text = _text(body)
+        row = _row(path, number, line)
+        text = _text(row["body"])
         if not text:
             raise TraceFileError(
                 f"jobs {path}, line {number}: no text in body.messages, body.prompt or body.input"
             )
         prompts.append(-(-len(text) // CHARS_PER_TOKEN))
         blocks.append(hashed_blocks(text))
-        most = _most_tokens(path, number, body)
+        most = _most_tokens(path, number, row)
+        allowed.append(most)
         outputs.append(min(most, output_tokens) if output_tokens else most)
     if not blocks:
         raise TraceFileError(f"jobs {path} holds no line")
@@ -47,7 +51,7 @@ def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> 
         prompts,
         outputs,
         blocks=blocks,
-        max_new_tokens=max(outputs),
+        allowed_tokens=allowed,
     )
 
 
@@ -74,18 +78,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise TraceFileError(f"jobs {path} cannot be read: {error}") from error
 
 
-def _body(path: Path, number: int, line: str) -> dict[str, Any]:
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise TraceFileError(f"jobs {path}, line {number} is not JSON: {error}") from error
-    body = row.get("body") if isinstance(row, dict) else None
-    if not isinstance(body, dict):
+    if not isinstance(row, dict) or not isinstance(row.get("body"), dict):
         raise TraceFileError(
             f"jobs {path}, line {number} has no body; a line is an OpenAI batch request: "
             '{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}'
         )
-    return body
+    return row
 
 
 def _text(body: dict[str, Any]) -> str:
@@ -99,10 +102,17 @@ def _text(body: dict[str, Any]) -> str:
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
-def _most_tokens(path: Path, number: int, body: dict[str, Any]) -> int:
-    most = body.get("max_completion_tokens", body.get("max_tokens", DEFAULT_OUTPUT_TOKENS))
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise TraceFileError(
-            f"jobs {path}, line {number}: max_tokens is {most!r}; it must be at least 1"
-        )
-    return most
+def _most_tokens(path: Path, number: int, row: dict[str, Any]) -> int:
+    if row.get("url") == EMBEDDINGS_URL:
+        return EMBEDDING_OUTPUT_TOKENS
+    for name in ("max_completion_tokens", "max_tokens"):
+        most = row["body"].get(name)
+        if most is None:
+            continue
+        if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MAX_TOKENS:
+            raise TraceFileError(
+                f"jobs {path}, line {number}: {name} is {most!r:.60}; it must be a whole number "
+                f"from 1 to {MAX_TOKENS:,}, or left out for {DEFAULT_OUTPUT_TOKENS}"
+            )
+        return most
+    return DEFAULT_OUTPUT_TOKENS
