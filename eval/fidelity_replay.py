@@ -85,6 +85,9 @@ class Prompts:
     def answer_tokens(self, record: Record) -> int:
         return int(self._body(record)["max_tokens"])
 
+    def ignores_eos(self, record: Record) -> bool:
+        return bool(self._body(record).get("ignore_eos"))
+
     def _body(self, record: Record) -> dict[str, Any]:
         if record.id not in self._bodies:
             raise WorkloadError(f"{record.id} was sent, and is not in the load of these options")
@@ -104,6 +107,7 @@ def trace_of(records: Sequence[Record], task: Task, prompts: Prompts) -> Trace:
         block_tokens=1,
         max_new_tokens=max(answers, default=1),
         allowed_tokens=answers,
+        ignores_eos=all(map(prompts.ignores_eos, records)),
     )
 
 

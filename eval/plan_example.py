@@ -27,6 +27,8 @@ PLAN_ARGS = (
     *("--instances", "1,2"),
     *("--max-running-requests", "16"),
     *("--chunked-prefill-tokens", "512"),
+    "--disable-overlap-schedule",
+    *("--picture", str(FOLDER / "plan.svg")),
     *("--price-per-hour", "0.1"),
 )
 

@@ -132,6 +132,7 @@ class Load:
             echo=echo,
             max_running_requests=options.max_running_requests,
             chunked_prefill_tokens=options.chunked_prefill_size,
+            overlap=False,  # as our platform starts CPU servers
             host=self._profile.host or NO_HOST_TIME,
             noise=noise_of(self._profile),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,16 +16,21 @@ if TYPE_CHECKING:
     from echo_sgl.config import EchoConfig
     from echo_sgl.estimators.budget import Target
     from echo_sgl.estimators.profile import Profile
+    from echo_sgl.sim.load_sweep import LoadPoint
     from echo_sgl.sim.planner import Plan, Resource
+    from echo_sgl.sim.server_config import ServerConfig
     from echo_sgl.sim.workload import Trace
 
 NOT_KEPT_EXIT = 1
 MAX_RESOURCES = 100
+MAX_LOADS = 20
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     trace: Annotated[Path, typer.Option(help="Online requests: Azure, BurstGPT, Mooncake or own.")],
-    profile: Annotated[Path, typer.Option(help="Written by echo-sgl calibrate.")],
+    profile: Annotated[
+        list[Path], typer.Option(help="Written by echo-sgl calibrate; one for each device to try.")
+    ],
     slo: Annotated[str, typer.Option(help="As ttft_p99=1s,tpot_p99=50ms (mean, p50, p90, p99).")],
     jobs: Annotated[
         Path | None, typer.Option(help="Offline lines, an OpenAI batch file.  [default: none]")
@@ -33,8 +38,15 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     kv_tokens: Annotated[str, typer.Option(help="KV pool sizes to try.")] = "100000",
     instances: Annotated[str, typer.Option(help="Numbers of servers to try.")] = "1",
     price_per_hour: Annotated[
-        float | None, typer.Option(help="Of one instance, in any money.", min=0)
+        str, typer.Option(help="Of one instance, in any money; one for each profile, as 2,3.5.")
+    ] = "",
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw attainment and offline tokens against load (svg, png)."),
     ] = None,
+    loads: Annotated[
+        str, typer.Option(help="Of the picture: multiples of the trace's rate.")
+    ] = "0.5,0.75,1,1.25,1.5,2",
     config: Annotated[str, typer.Option(help="Echo's config on the servers.")] = "echo",
     job_output_tokens: Annotated[
         int, typer.Option(help="Answer length of a line.  [default: all that it allows]", min=0)
@@ -42,6 +54,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     page_tokens: Annotated[int, typer.Option(help="SGLang's --page-size.", min=1)] = 1,
     max_running_requests: Annotated[int, typer.Option(help="SGLang's.", min=1)] = 256,
     chunked_prefill_tokens: Annotated[int, typer.Option(help="SGLang's.", min=1)] = 8192,
+    disable_overlap_schedule: Annotated[
+        bool, typer.Option("--disable-overlap-schedule", help="SGLang's; on a CPU it is off.")
+    ] = False,
     skip_empty: Annotated[
         bool, typer.Option("--skip-empty", help="Leave out requests that failed.")
     ] = False,
@@ -54,31 +69,63 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         echo-sgl plan --trace online.csv --jobs jobs.jsonl --profile h100.json
         --slo ttft_p99=1s,tpot_p99=50ms --kv-tokens 100000,200000 --instances 1,2,4
 
-    Exit code 1: no hardware that was tried keeps the SLO.
+    Exit code 1: no hardware that was tried keeps the SLO, or not with the offline work beside it.
     """
     from echo_sgl.cli.budget import read_slo
+    from echo_sgl.cli.plan_picture import check_picture, draw_picture
     from echo_sgl.config import load_config, resolve_config_path
-    from echo_sgl.estimators.profile import load_profile
-    from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig
     from echo_sgl.sim.trace_files import read_trace_file
 
     targets = read_slo(slo)
-    resources = _resources(kv_tokens, instances)
-    measured = load_profile(profile, device="", model="", force=True)
+    multiples = _loads(loads) if picture is not None else ()
+    if picture is not None:
+        check_picture(picture)
+    measured = _profiles(profile)
+    prices = _prices(price_per_hour, tuple(measured))
+    resources = _resources(kv_tokens, instances, tuple(measured))
     read = read_trace_file(trace, skip_empty=skip_empty)
-    server = ServerConfig(
-        device=measured.estimator,
-        kv_tokens=resources[0].kv_tokens,
-        echo=promising(load_config(resolve_config_path(config)), targets),
-        page_tokens=page_tokens,
-        max_running_requests=max_running_requests,
-        chunked_prefill_tokens=chunked_prefill_tokens,
-        host=measured.host or NO_HOST_TIME,
-    )
     offline = _offline_work(jobs, job_output_tokens)
-    found = _plan_with_progress(server, read.trace, offline, targets, resources)
+    echo = promising(load_config(resolve_config_path(config)), targets)
+    settings = {
+        "page_tokens": page_tokens,
+        "max_running_requests": max_running_requests,
+        "chunked_prefill_tokens": chunked_prefill_tokens,
+        "overlap": not disable_overlap_schedule,
+    }
+    devices = _devices(measured, resources[0].kv_tokens, echo, settings)
+    found, points = _simulate(devices, read.trace, offline, targets, resources, prices, multiples)
     warnings = [*read.warnings, *_range_warnings(found, measured)]
-    _show(found, targets, measured, price_per_hour, warnings, as_json=as_json)
+    _show(found, targets, measured, prices, warnings, points, as_json=as_json)
+    if picture is not None:
+        draw_picture(picture, points)
+    _exit(found)
+
+
+def _profiles(paths: list[Path]) -> dict[str, Profile]:
+    """By the name of its file. Errors: `ConfigError` for two files of one name."""
+    from echo_sgl.estimators.profile import load_profile
+
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--profile names {', '.join(map(str, paths))}; give each its own name")
+    return {path.stem: load_profile(path, device="", model="", force=True) for path in paths}
+
+
+def _devices(
+    measured: dict[str, Profile], kv_tokens: int, echo: EchoConfig, settings: dict[str, Any]
+) -> dict[str, ServerConfig]:
+    from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig
+
+    return {
+        name: ServerConfig(
+            device=one.estimator,
+            kv_tokens=kv_tokens,
+            echo=echo,
+            host=one.host or NO_HOST_TIME,
+            **settings,
+        )
+        for name, one in measured.items()
+    }
 
 
 def _offline_work(jobs: Path | None, output_tokens: int) -> Trace:
@@ -94,23 +141,36 @@ def _offline_work(jobs: Path | None, output_tokens: int) -> Trace:
 def _show(
     found: Plan,
     targets: tuple[Target, ...],
-    measured: Profile,
-    price_per_hour: float | None,
+    measured: dict[str, Profile],
+    prices: dict[str, float] | None,
     warnings: list[str],
+    points: list[LoadPoint],
     *,
     as_json: bool,
 ) -> None:
-    """Print the plan. Errors: `typer.Exit` with code 1 when nothing keeps the SLO."""
+    from echo_sgl.cli.plan_report import document, sweep_table, table
+
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     if as_json:
-        document = plan_document(found, targets, price_per_hour, warnings)
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        typer.echo("\n".join(table(found, targets, measured, price_per_hour)))
+        answer = document(found, targets, prices, warnings, points)
+        typer.echo(json.dumps(answer, indent=2, allow_nan=False))
+        return
+    names = {name: f"{one.device}, model {one.model}" for name, one in measured.items()}
+    typer.echo("\n".join(table(found, targets, names, prices)))
+    if points:
+        typer.echo("\n".join(sweep_table(points)))
+
+
+def _exit(found: Plan) -> None:
+    """Errors: `typer.Exit` with code 1 when the SLO is not kept."""
     if found.chosen is None:
         typer.echo(f"echo-sgl: nothing tried keeps the SLO. What binds: {found.binds}", err=True)
-        raise typer.Exit(NOT_KEPT_EXIT)
+    elif not found.is_kept_beside:
+        typer.echo("echo-sgl: the SLO is broken over the whole trace, see above", err=True)
+    else:
+        return
+    raise typer.Exit(NOT_KEPT_EXIT)
 
 
 def promising(echo: EchoConfig, targets: tuple[Target, ...]) -> EchoConfig:
@@ -129,77 +189,21 @@ def promising(echo: EchoConfig, targets: tuple[Target, ...]) -> EchoConfig:
     return dataclasses.replace(echo, slo=slo, steps=steps)
 
 
-def table(
-    found: Plan, targets: tuple[Target, ...], measured: Profile, price_per_hour: float | None
-) -> Iterator[str]:
-    """The plan for a reader."""
-    yield f"device {measured.device}, model {measured.model}; SLO {', '.join(map(str, targets))}"
-    yield (
-        f"peak: {found.num_peak_requests} requests in five minutes, "
-        f"{found.peak_start_s:.0f} s after the start"
-    )
-    names = [one.name for one in targets]
-    yield _row(("instances", "KV tokens", *names, "SLO"))
-    for trial in found.trials:
-        values = [f"{trial.values_s[name]:.4g} s" for name in names]
-        size = (str(trial.resource.num_instances), f"{trial.resource.kv_tokens:,}")
-        yield _row((*size, *values, "kept" if trial.is_kept else "broken"))
-    if found.whole is None or found.chosen is None:
-        return
-    whole, many = found.whole, found.chosen.num_instances
-    kept = max(found.whole_load.values()) <= 1.0
-    yield f"whole trace with offline work: {whole.duration_s / 3600:.2f} h simulated"
-    yield f"  SLO beside it     {'kept' if kept else 'broken'}: " + ", ".join(
-        f"{one.name} {whole.statistic_s(one.metric, one.statistic):.4g} s" for one in targets
-    )
-    tokens_per_hour = found.offline_tokens_per_s * 3600
-    yield f"  offline tokens    {tokens_per_hour:,.0f} an hour (prompt and answer)"
-    done = min(found.num_lines, whole.offline_done * many)
-    end = f", after {whole.offline_end_s / 3600:.2f} h" if found.is_all_done and done else ""
-    yield f"  offline lines     {done:,} of {found.num_lines:,} done{end}"
-    hits = whole.offline_cached_tokens / max(1, whole.offline_prompt_tokens)
-    yield f"  offline hit ratio {hits:.1%}"
-    if price_per_hour is not None:
-        price = found.price_per_million(price_per_hour)
-        shown = "no offline tokens" if price is None else f"{price:.4g} per million offline tokens"
-        yield f"  price             {price_per_hour * many:g} an hour; {shown}"
-
-
-def plan_document(
-    found: Plan, targets: tuple[Target, ...], price_per_hour: float | None, warnings: list[str]
-) -> dict[str, Any]:
-    """The plan as JSON takes it."""
-    whole = found.whole
-    return {
-        "slo": {one.name: one.limit_s for one in targets},
-        "peak": {"start_s": found.peak_start_s, "num_requests": found.num_peak_requests},
-        "trials": [
-            {
-                **dataclasses.asdict(trial.resource),
-                "is_kept": trial.is_kept,
-                "load": trial.load,
-                "binds": trial.binds,
-                "results": trial.results.summary(),
-            }
-            for trial in found.trials
-        ],
-        "chosen": dataclasses.asdict(found.chosen) if found.chosen else None,
-        "whole": whole.summary() if whole is not None else None,
-        "whole_load": found.whole_load,
-        "is_all_done": found.is_all_done,
-        "offline_tokens_per_s": found.offline_tokens_per_s,
-        "price_per_million_offline_tokens": None
-        if price_per_hour is None
-        else found.price_per_million(price_per_hour),
-        "warnings": warnings,
-    }
-
-
-def _plan_with_progress(server: Any, online: Any, offline: Any, targets: Any, sizes: Any) -> Plan:
+def _simulate(
+    devices: dict[str, ServerConfig],
+    online: Trace,
+    offline: Trace,
+    targets: tuple[Target, ...],
+    resources: list[Resource],
+    prices: dict[str, float] | None,
+    loads: tuple[float, ...],
+) -> tuple[Plan, list[LoadPoint]]:
+    """The plan, and what its hardware does at other loads, with a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from echo_sgl.sim.planner import make_plan
+    from echo_sgl.sim.load_sweep import sweep
+    from echo_sgl.sim.planner import make_plan, sized
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("reading", total=1.0)
@@ -207,27 +211,40 @@ def _plan_with_progress(server: Any, online: Any, offline: Any, targets: Any, si
         def show(what: str, share: float) -> None:
             progress.update(bar, description=what, completed=share)
 
-        return make_plan(server, online, offline, targets, sizes, on_progress=show)
+        found = make_plan(
+            devices, online, offline, targets, resources, prices=prices, on_progress=show
+        )
+        best = found.chosen or found.trials[-1].resource
+        points = sweep(
+            sized(devices, best),
+            online,
+            offline,
+            loads,
+            num_instances=best.num_instances,
+            on_progress=lambda share: show("other loads", share),
+        )
+        return found, list(points)
 
 
-def _range_warnings(found: Plan, measured: Profile) -> list[str]:
+def _range_warnings(found: Plan, measured: dict[str, Profile]) -> list[str]:
     from echo_sgl.sim.planner import out_of_range
 
-    results = found.whole or found.trials[-1].results
-    return list(out_of_range(results, measured.largest_step))
+    last = found.trials[-1]
+    results = found.whole or last.results
+    return list(out_of_range(results, measured[last.resource.device].largest_step))
 
 
-def _resources(kv_tokens: str, instances: str) -> list[Resource]:
+def _resources(kv_tokens: str, instances: str, devices: tuple[str, ...]) -> list[Resource]:
     from echo_sgl.sim.planner import Resource
 
     sizes = _numbers("--kv-tokens", kv_tokens)
     counts = _numbers("--instances", instances)
-    if len(sizes) * len(counts) > MAX_RESOURCES:
+    if (num := len(sizes) * len(counts) * len(devices)) > MAX_RESOURCES:
         raise ConfigError(
-            f"--kv-tokens and --instances make {len(sizes) * len(counts)} combinations; "
+            f"--profile, --kv-tokens and --instances make {num} combinations; "
             f"at most {MAX_RESOURCES} are tried"
         )
-    return [Resource(size, count) for size in sizes for count in counts]
+    return [Resource(size, count, name) for name in devices for size in sizes for count in counts]
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -237,5 +254,33 @@ def _numbers(option: str, text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _row(cells: tuple[str, ...]) -> str:
-    return "  ".join(f"{cell:>12}" for cell in cells)
+def _prices(text: str, devices: tuple[str, ...]) -> dict[str, float] | None:
+    """Of each device; one price holds for all."""
+    if not text:
+        return None
+    prices = _floats("--price-per-hour", text)
+    if len(prices) == 1:
+        prices *= len(devices)
+    if len(prices) != len(devices):
+        raise ConfigError(
+            f"--price-per-hour has {len(prices)} prices for {len(devices)} profiles; "
+            "give one for each, or one for all"
+        )
+    return dict(zip(devices, prices, strict=True))
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    loads = sorted(set(_floats("--loads", text)))
+    if len(loads) > MAX_LOADS or not loads[0] > 0:
+        raise ConfigError(f"--loads is {text!r}; up to {MAX_LOADS} numbers above 0 are simulated")
+    return tuple(loads)
+
+
+def _floats(option: str, text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(math.isfinite(value) and value >= 0 for value in values):
+        raise ConfigError(f"{option} is {text!r}; write numbers of at least 0, as 0.5,1,2")
+    return values

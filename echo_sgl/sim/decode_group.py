@@ -33,6 +33,7 @@ class DecodeGroup(DecodeClock):
     a request's length less the steps made so far never changes while it is here.
 
     `ttft_s` and `tpot_s` are what its requests are promised; infinite where nothing is.
+    `ignores_eos`: SGLang knows that their answers are as long as allowed.
     Units: tokens, seconds, pages of `page_tokens`.
     """
 
@@ -41,13 +42,15 @@ class DecodeGroup(DecodeClock):
     ) -> None:
         self.step = 0
         self.members: dict[str, SimRequest] = {}
-        self.seq_tokens = self.left_tokens = 0
+        self.seq_tokens = self.left_tokens = self._num_clipped = 0
         self._page_tokens, self._ttft_s, self._tpot_s = page_tokens, ttft_s, tpot_s
+        self.ignores_eos = False
         self._by_residue = [0] * page_tokens
         self._longest: list[Entry] = []
         self._shortest: list[Entry] = []
         self._due: list[Entry] = []
         self._ends: list[Entry] = []
+        self._unclips: list[Entry] = []
         self._num_joined = 0
 
     def __len__(self) -> int:
@@ -63,7 +66,11 @@ class DecodeGroup(DecodeClock):
         self.members[request.rid] = request
         tokens = request.seq_tokens
         self.seq_tokens += tokens
-        self.left_tokens += request.max_new_tokens - request.num_outputs
+        self.left_tokens += request.planned_tokens
+        if request.clipped_tokens:
+            # What is planned for it starts to shrink later.
+            self._num_clipped += 1
+            self._push(self._unclips, self.step + request.clipped_tokens, request)
         self._by_residue[self._residue(request)] += 1
         offset = tokens - self.step
         self._push(self._longest, -offset, request)
@@ -76,7 +83,8 @@ class DecodeGroup(DecodeClock):
         """Take a request out; it keeps its tokens."""
         del self.members[request.rid]
         self.seq_tokens -= request.seq_tokens
-        self.left_tokens -= request.max_new_tokens - request.num_outputs
+        self.left_tokens -= request.planned_tokens
+        self._num_clipped -= request.clipped_tokens > 0
         self._by_residue[self._residue(request)] -= 1
         request.outputs_at_join, request.group = request.num_outputs, None
         # The KV of its last token is yet to be computed.
@@ -86,7 +94,10 @@ class DecodeGroup(DecodeClock):
         """All made one token more."""
         self.step += 1
         self.seq_tokens += len(self.members)
-        self.left_tokens -= len(self.members)
+        self.left_tokens -= len(self.members) - self._num_clipped
+        while (entry := self._top(self._unclips)) is not None and entry[0] <= self.step:
+            heapq.heappop(self._unclips)
+            self._num_clipped -= 1
 
     def take_ended(self) -> list[SimRequest]:
         """Requests whose answer is complete now; each is told once and stays a member."""

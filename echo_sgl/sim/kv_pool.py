@@ -11,6 +11,8 @@ from itertools import accumulate
 from echo_sgl.sim.prefix_tree import Node, PrefixTree
 from echo_sgl.sim.workload import SimRequest
 
+_LARGEST_ID = (1 << 62) - 1
+
 
 class OutOfKvError(AssertionError):
     """The scheduler promised memory that is not there: a bug of the simulator."""
@@ -56,11 +58,24 @@ class KvPool:
         self.private_tokens += num_tokens
 
     def prepare(self, request: SimRequest) -> None:
-        """Cut a new request's path to whole pages: SGLang caches nothing less."""
-        if rest := request.sizes[-1] % self.page_tokens:
-            request.sizes[-1] -= rest
-            if not request.sizes[-1]:
-                request.blocks, request.sizes = request.blocks[:-1], request.sizes[:-1]
+        """Cut a new request's path where both a page and a block end: SGLang caches whole pages.
+
+        A block in which no page ends goes with the next one; a page that ends in a block takes
+        its part of it along, for who shares the block shares that.
+        """
+        page = self.page_tokens
+        if all(size % page == 0 for size in request.sizes):
+            return
+        blocks, sizes, passed = array("q"), array("q"), 0
+        joined: list[int] = []
+        for block, end in zip(request.blocks, accumulate(request.sizes), strict=True):
+            joined.append(block)
+            if size := end // page * page - passed:
+                blocks.append(block if len(joined) == 1 else hash(tuple(joined)) & _LARGEST_ID)
+                sizes.append(size)
+                passed += size
+                joined.clear()
+        request.blocks, request.sizes = blocks, sizes
 
     def match(self, request: SimRequest) -> int:
         """Lock what is cached of a request; returns the tokens, at least one less than all."""

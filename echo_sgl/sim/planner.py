@@ -1,6 +1,6 @@
 """How much hardware keeps the online SLO at the peak, and what offline work it leaves room for.
 
-    trace ---- peak five minutes ----> smallest (KV, instances) that keeps the SLO, alone
+    trace ---- peak five minutes ----> smallest (device, KV, instances) that keeps the SLO, alone
           ---- the whole of it  -----> offline tokens beside it on that hardware
 
 Source: Echo 5.4, its two steps.
@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echo_sgl.estimators.budget import Target
 from echo_sgl.estimators.floor import slo_floor
+from echo_sgl.sim.kv_pool import OutOfKvError
 from echo_sgl.sim.results import SimResults
-from echo_sgl.sim.server import Progress, simulate
+from echo_sgl.sim.server import Progress, SimServer
 from echo_sgl.sim.server_config import ServerConfig
-from echo_sgl.sim.workload import Trace
+from echo_sgl.sim.workload import Trace, empty_trace
+from echo_sgl.types import Task
 
 PEAK_S = 300.0
 SHORT_OF_KV_SHARE = 0.05
@@ -27,10 +29,11 @@ SHORT_OF_KV_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Instances of one server, each with its own KV pool."""
+    """Instances of one server on one kind of device, each with its own KV pool."""
 
     kv_tokens: int
     num_instances: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class PeakTrial:
 
     @property
     def is_kept(self) -> bool:
-        return not self.results.refused and max(self.load.values()) <= 1.0
+        return keeps(self.results, self.load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,14 @@ class Plan:
     num_share_lines: int
 
     @property
+    def is_kept_beside(self) -> bool:
+        """Whether the SLO holds over the whole trace, with offline work beside it."""
+        whole = self.whole
+        if whole is None or whole.refused or whole.is_out_of_kv:
+            return False
+        return max(self.whole_load.values()) <= 1.0
+
+    @property
     def binds(self) -> str:
         """Which limit binds on the largest resource that was tried."""
         return self.trials[-1].binds
@@ -69,11 +80,11 @@ class Plan:
     @property
     def offline_tokens_per_s(self) -> float:
         """Of all instances, while there were lines to do."""
-        whole = self.whole
-        if whole is None or self.chosen is None or not whole.offline_tokens:
+        if self.whole is None or not self.num_share_lines:
             return 0.0
-        end_s = whole.offline_end_s if self.is_all_done else whole.end_s
-        return whole.offline_tokens / (end_s - whole.start_s) * self.chosen.num_instances
+        # The first instance's stretch of the job may be a line longer than the others'.
+        num_shares = self.num_lines / self.num_share_lines
+        return offline_tokens_per_s(self.whole, self.num_share_lines) * num_shares
 
     @property
     def is_all_done(self) -> bool:
@@ -88,27 +99,42 @@ class Plan:
         return price_per_hour * self.chosen.num_instances / tokens_per_hour * 1e6
 
 
+def offline_tokens_per_s(results: SimResults, num_lines: int) -> float:
+    """Prompt and answer, while there were lines to do."""
+    end_s = results.offline_end_s if results.offline_done == num_lines else results.end_s
+    return results.offline_tokens / (end_s - results.start_s) if results.offline_tokens else 0.0
+
+
+def keeps(results: SimResults, load: Mapping[str, float]) -> bool:
+    """Whether a run served all that came, each target within its limit."""
+    all_served = not (results.refused or results.unfinished or results.is_out_of_kv)
+    return all_served and max(load.values()) <= 1.0
+
+
 def make_plan(
-    config: ServerConfig,
+    devices: Mapping[str, ServerConfig],
     online: Trace,
     offline: Trace,
     targets: Sequence[Target],
     resources: Sequence[Resource],
     *,
+    prices: Mapping[str, float] | None = None,
     on_progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Plan:
     """Try the resources in order of size until one keeps the SLO at the peak; then run it all.
 
-    Requests go to the instances in turn, offline lines as one stretch of the file each. Of equal
-    instances the first one is simulated. Units: seconds, tokens.
+    The cheapest comes first if there are `prices` (of one instance, by device), else the one
+    with the fewest instances; then the least KV. Requests go to the instances in turn, offline
+    lines as one stretch of the file each. Of equal instances the first one is simulated.
+    Units: seconds, tokens.
     """
     peak_start_s = busiest_start_s(online)
     peak = online.between(peak_start_s, peak_start_s + PEAK_S)
     trials: list[PeakTrial] = []
-    ordered = sorted(resources, key=lambda one: (one.kv_tokens * one.num_instances, one.kv_tokens))
+    ordered = in_order_of_size(resources, tuple(devices), prices)
     for resource in ordered:
         on_progress(f"peak on {describe(resource)}", len(trials) / len(ordered))
-        trials.append(_try_peak(config, peak, targets, resource))
+        trials.append(_try_peak(sized(devices, resource), peak, targets, resource))
         if trials[-1].is_kept:
             break
     chosen = trials[-1].resource if trials[-1].is_kept else None
@@ -116,9 +142,10 @@ def make_plan(
     lines = line_share(offline, chosen.num_instances) if chosen else offline
     if chosen is not None:
         what = f"whole trace on {describe(chosen)}"
-        end_s = max(online.at_s[-1], 1e-9)
-        whole = _run(
-            _sized(config, chosen),
+        # Requests that come all at once are a trace of no length: then to the end of the work.
+        end_s = online.at_s[-1] if online.duration_s else math.inf
+        whole = run(
+            sized(devices, chosen),
             instance_share(online, chosen.num_instances),
             lines,
             until_s=end_s,
@@ -130,12 +157,24 @@ def make_plan(
     )
 
 
-def busiest_start_s(trace: Trace) -> float:
-    """When the `PEAK_S` seconds with the most tokens begin: with one of the arrivals."""
+def in_order_of_size(
+    resources: Sequence[Resource], devices: Sequence[str], prices: Mapping[str, float] | None
+) -> list[Resource]:
+    """The smallest first. `devices`: as they were named, the smallest first where that decides."""
+
+    def size(one: Resource) -> tuple[float, int, int, int]:
+        price = prices[one.device] * one.num_instances if prices else 0.0
+        return price, one.num_instances, devices.index(one.device), one.kv_tokens
+
+    return sorted(resources, key=size)
+
+
+def busiest_start_s(trace: Trace, length_s: float = PEAK_S) -> float:
+    """When the seconds with the most tokens begin: with one of the arrivals."""
     best_tokens, best_s, tokens, end = -1, 0.0, 0, 0
     lengths = [a + b for a, b in zip(trace.prompt_tokens, trace.output_tokens, strict=True)]
     for start, at_s in enumerate(trace.at_s):
-        while end < len(trace) and trace.at_s[end] < at_s + PEAK_S:
+        while end < len(trace) and trace.at_s[end] < at_s + length_s:
             tokens += lengths[end]
             end += 1
         if tokens > best_tokens:
@@ -161,7 +200,8 @@ def line_share(trace: Trace, num_instances: int) -> Trace:
 
 def describe(resource: Resource) -> str:
     many = "instance" if resource.num_instances == 1 else "instances"
-    return f"{resource.num_instances} {many} of {resource.kv_tokens:,} KV tokens"
+    size = f"{resource.kv_tokens:,} KV tokens"
+    return f"{resource.num_instances} {many} of {size} on {resource.device}"
 
 
 def out_of_range(results: SimResults, largest: dict[str, int] | None) -> Iterator[str]:
@@ -183,14 +223,13 @@ def out_of_range(results: SimResults, largest: dict[str, int] | None) -> Iterato
 def _try_peak(
     config: ServerConfig, peak: Trace, targets: Sequence[Target], resource: Resource
 ) -> PeakTrial:
-    sized = _sized(config, resource)
     share = instance_share(peak, resource.num_instances)
-    results = _run(sized, share, None)
+    results = run(config, share, None)
     return PeakTrial(
         resource,
         results.load(targets),
         {one.name: results.statistic_s(one.metric, one.statistic) for one in targets},
-        binding_limit(sized, share, results, targets),
+        binding_limit(config, share, results, targets),
         results,
     )
 
@@ -200,13 +239,15 @@ def binding_limit(
 ) -> str:
     """What keeps a resource from keeping the SLO, in words; "nothing" if it is kept."""
     broken = [name for name, load in results.load(targets).items() if load > 1.0]
-    if not broken and not results.refused:
+    if keeps(results, results.load(targets)):
         return "nothing"
     if results.refused:
         return (
             f"KV memory: {results.refused} requests are longer than a pool of "
             f"{config.kv_tokens:,} tokens"
         )
+    if results.is_out_of_kv or results.unfinished:
+        return f"KV memory: requests for which a pool of {config.kv_tokens:,} tokens has no room"
     median_tokens = round(statistics.median(trace.prompt_tokens))
     floor = slo_floor(
         config.device, prompt_tokens=median_tokens, chunk_tokens=config.chunked_prefill_tokens
@@ -232,11 +273,12 @@ def binding_limit(
     )
 
 
-def _sized(config: ServerConfig, resource: Resource) -> ServerConfig:
-    return replace(config, kv_tokens=resource.kv_tokens)
+def sized(devices: Mapping[str, ServerConfig], resource: Resource) -> ServerConfig:
+    """The config of one instance of a resource."""
+    return replace(devices[resource.device], kv_tokens=resource.kv_tokens)
 
 
-def _run(
+def run(
     config: ServerConfig,
     online: Trace,
     offline: Trace | None,
@@ -244,4 +286,10 @@ def _run(
     until_s: float = math.inf,
     on_progress: Progress | None = None,
 ) -> SimResults:
-    return simulate(config, online, offline, until_s=until_s, on_progress=on_progress)
+    """Simulate; a pool that is too small for what SGLang lets in ends the run where it is."""
+    server = SimServer(config, online, offline or empty_trace(Task.OFFLINE))
+    try:
+        server.run(until_s=until_s, on_progress=on_progress)
+    except OutOfKvError:
+        server.results.is_out_of_kv = True
+    return server.results

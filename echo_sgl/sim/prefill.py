@@ -32,11 +32,14 @@ class PrefillPass:
         self._scheduler, self._kv = scheduler, scheduler.kv
         config = scheduler.config
         self._planner, self._page = scheduler.planner, config.page_tokens
-        self._chunk_left = config.chunked_prefill_tokens
-        self._input_left = config.max_prefill_tokens
+        # Decodes that ride along take of the step's tokens, and of the memory.
+        num_mixed = scheduler.num_running if config.enable_mixed_chunk else 0
+        self._chunk_left = config.chunked_prefill_tokens - num_mixed
+        self._input_left = config.max_prefill_tokens - num_mixed
         self._shape = scheduler.decode_shape() if config.enable_mixed_chunk else BatchShape()
-        self._promised_tokens = 0
+        self._promised_tokens = num_mixed
         self._planned_offline_tokens = 0
+        self._offline_left = self._offline_most()
         self._has_unfinished = False
         self._prefills: list[tuple[SimRequest, int, int]] = []
 
@@ -115,12 +118,12 @@ class PrefillPass:
 
     def _add_chunk_of(self, request: SimRequest) -> None:
         """The next chunk of the request that is between chunks."""
-        most = min(request.seq_tokens - request.computed_tokens, self._budget())
-        room = (
-            self._offline_room(request, most)
-            if request.is_offline
-            else self._online_room(request, most)
-        )
+        most = min(request.seq_tokens - request.computed_tokens, max(self._page, self._budget()))
+        if request.is_offline:
+            most = min(most, max(self._page, self._offline_left // self._page * self._page))
+            room = self._offline_room(request, most)
+        else:
+            room = self._online_room(request, most)
         new = room or min(most, self._page)
         self._join(request, new)
 
@@ -152,9 +155,9 @@ class PrefillPass:
     def _can_make_room(self, request: SimRequest) -> bool:
         scheduler = self._scheduler
         offline = scheduler.offline
-        freed = offline.seq_tokens + offline.left_tokens * scheduler.new_token_ratio
+        freed = offline.seq_tokens + scheduler.growth_of(offline)
         freed += sum(one.seq_tokens for one in scheduler.parked.values())
-        needed = request.seq_tokens + request.max_new_tokens - request.num_outputs + self._page
+        needed = request.seq_tokens + request.planned_tokens + self._page
         return needed <= self._rem_total_tokens() + freed
 
     # ---- offline ---------------------------------------------------------------------------
@@ -178,8 +181,7 @@ class PrefillPass:
         scheduler = self._scheduler
         growth = 0.0
         if scheduler.offline or self._planned_offline_tokens:
-            left = scheduler.offline.left_tokens + request.max_new_tokens - request.num_outputs
-            growth = left * scheduler.new_token_ratio
+            growth = scheduler.growth_of(scheduler.offline, request.planned_tokens)
         new = request.seq_tokens - self._kv.tree.locked_prefix_tokens(request.blocks)
         planned = self._planned_offline_tokens + int(growth)
         num_offline = scheduler.num_offline + (self._planned_offline_tokens > 0) + 1
@@ -217,10 +219,9 @@ class PrefillPass:
         need = request.seq_tokens - prefix_tokens
         if request.is_offline and self._prefix_is_being_computed(request, prefix_tokens):
             return Verdict.REFUSED
-        left = request.max_new_tokens - request.num_outputs
-        if need + left + self._page >= self._rem_total_tokens():
+        if need + request.planned_tokens + self._page >= self._rem_total_tokens():
             return Verdict.NO_MEMORY
-        budget = min(self._budget(), self._offline_most()) if request.is_offline else self._budget()
+        budget = min(self._budget(), self._offline_left) if request.is_offline else self._budget()
         most = min(need, budget)
         if request.is_offline:
             new = self._offline_room(request, most)
@@ -231,9 +232,10 @@ class PrefillPass:
         if new <= 0:
             return Verdict.REFUSED
         self._join(request, new)
-        self._scheduler.results.note_start(request)
         if request.cached_tokens is None:
+            # One that comes back finds what it computed itself.
             request.cached_tokens = prefix_tokens
+            self._scheduler.results.note_start(request)
         if request.is_offline:
             self._planned_offline_tokens += need
         return Verdict.ADDED
@@ -245,11 +247,12 @@ class PrefillPass:
         self._prefills.append((request, new, cached))
         self._chunk_left -= new
         self._input_left -= new
+        self._offline_left -= new if request.is_offline else 0
         is_complete = request.computed_tokens == request.seq_tokens
         self._scheduler.chunked = None if is_complete else request
         self._has_unfinished = not is_complete
         if is_complete:
-            self._promised_tokens += request.max_new_tokens - request.num_outputs
+            self._promised_tokens += request.planned_tokens
         else:
             # What is left of it comes with its next chunks.
             self._promised_tokens += request.seq_tokens - request.computed_tokens
@@ -266,9 +269,8 @@ class PrefillPass:
     def _rem_total_tokens(self) -> float:
         """What can still be promised, SGLang's estimate of running answers taken off."""
         scheduler = self._scheduler
-        left = scheduler.online.left_tokens + scheduler.offline.left_tokens
-        promised = left * scheduler.new_token_ratio + self._promised_tokens
-        return self._kv.available_tokens - promised
+        growth = scheduler.growth_of(scheduler.online) + scheduler.growth_of(scheduler.offline)
+        return self._kv.available_tokens - growth - self._promised_tokens
 
     def _online_room(self, request: SimRequest, most: int) -> int:
         return self._planner.online_chunk_tokens(

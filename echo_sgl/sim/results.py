@@ -25,9 +25,11 @@ _ROW = struct.Struct("7qd")
 class SimResults:
     """Counts and columns; one entry per finished online request in the arrays.
 
-    `online_kept`: requests whose promises were both kept. `offline_by_interval`: offline tokens
-    (prompt and answer) of requests that ended in each `INTERVAL_S`. `digest` is over every step:
-    two runs that agree in it did the same.
+    `online_kept`: requests whose promises were both kept. `refused`: online requests that can
+    never fit. `offline_by_interval`: offline tokens
+    (prompt and answer) of requests that ended in each `INTERVAL_S`. `is_out_of_kv`: the run ended
+    early because requests that were let in outgrew the pool. `digest` is over every step: two runs
+    that agree in it did the same.
     Units: seconds, tokens.
     """
 
@@ -42,7 +44,9 @@ class SimResults:
     online_kept: int = 0
     offline_done: int = 0
     refused: int = 0
+    offline_refused: int = 0
     unfinished: int = 0
+    is_out_of_kv: bool = False
     online_prompt_tokens: int = 0
     online_cached_tokens: int = 0
     offline_prompt_tokens: int = 0
@@ -141,6 +145,7 @@ class SimResults:
                 "online_kept",
                 "offline_done",
                 "refused",
+                "offline_refused",
                 "unfinished",
                 "offline_tokens",
                 "offline_output_tokens",

@@ -24,7 +24,8 @@ from echo_sgl.policies.step_planner import Contexts, StepPlanner
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup, SummedShape
 from echo_sgl.sim.estimator_feed import EstimatorFeed
-from echo_sgl.sim.kv_pool import KvPool
+from echo_sgl.sim.kv_pool import KvPool, OutOfKvError
+from echo_sgl.sim.new_token_ratio import NewTokenRatio
 from echo_sgl.sim.parts import live_estimator, offline_pool, promise_of
 from echo_sgl.sim.prefix_tree import PrefixTree
 from echo_sgl.sim.results import SimResults
@@ -33,8 +34,6 @@ from echo_sgl.sim.workload import SimRequest
 
 BASE_DECODES = 8
 MAX_SUMMED = 64
-# SGLang's ratio of an answer's limit that it plans for: where it starts, ends, and how fast.
-INIT_NEW_TOKEN_RATIO, MIN_RATIO_SHARE, RATIO_DECAY_STEPS = 0.7, 0.14, 600
 
 
 @dataclass(slots=True)
@@ -115,9 +114,7 @@ class SimScheduler:
         self.done: list[SimRequest] = []
         self.launched: list[SimRequest] = []
         self.is_full = self.last_was_prefill = False
-        self.new_token_ratio = self._init_ratio = INIT_NEW_TOKEN_RATIO * min(
-            self.config.schedule_conservativeness, 1 / INIT_NEW_TOKEN_RATIO
-        )
+        self.new_token_ratio = NewTokenRatio(self.config.schedule_conservativeness)
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -162,6 +159,11 @@ class SimScheduler:
 
     def online_prefill_waits(self) -> bool:
         return bool(self.waiting) or (self.chunked is not None and not self.chunked.is_offline)
+
+    def growth_of(self, group: DecodeGroup, more_tokens: int = 0) -> float:
+        """What SGLang expects its requests, and others like them, to grow by yet."""
+        ratio = 1.0 if group.ignores_eos else self.new_token_ratio.current
+        return ratio * (group.left_tokens + more_tokens)
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -251,15 +253,25 @@ class SimScheduler:
         )
 
     def make_decode_room(self) -> None:
-        """Retract until the next token of all that decode fits."""
+        """Retract until the next token of all that decode fits.
+
+        Errors: `OutOfKvError` when those who are left do not fit either.
+        """
         while self.online.growth_tokens + self.offline.growth_tokens > self.kv.available_tokens:
             if not self.retract_first():
-                victim = min(
-                    (one for one in self.online if one not in self.done),
-                    key=lambda one: (one.num_outputs, -one.prompt_tokens, one.number),
-                )
-                self._retract_running(victim)
-                self.waiting.appendleft(victim)
+                self._retract_online()
+
+    def _retract_online(self) -> None:
+        victim = min(
+            (one for one in self.online if one not in self.done),
+            key=lambda one: (one.num_outputs, -one.prompt_tokens, one.number),
+            default=None,
+        )
+        if victim is None:
+            raise OutOfKvError(f"a pool of {self.kv.capacity_tokens} tokens is full of prefills")
+        self._retract_running(victim)
+        self.waiting.appendleft(victim)
+        self.new_token_ratio.note_retraction([*self.online, *self.offline])
 
     def plan_decode(self) -> StepPlan | None:
         """A step that decodes all that run; their room is taken."""
@@ -268,9 +280,7 @@ class SimScheduler:
         if not num_decodes:
             return None
         self.kv.take(online.growth_tokens + offline.growth_tokens)
-        ratio_step = self._init_ratio * (1 - MIN_RATIO_SHARE) / RATIO_DECAY_STEPS
-        least = self._init_ratio * MIN_RATIO_SHARE
-        self.new_token_ratio = max(self.new_token_ratio - ratio_step, least)
+        self.new_token_ratio.decay()
         seq_tokens = online.seq_tokens + offline.seq_tokens
         longest_tokens = max(online.longest_tokens, offline.longest_tokens)
         row = BatchRow(0, 0, 0, 0, num_decodes, seq_tokens, longest_tokens)

@@ -63,10 +63,13 @@ class SimServer:
         self._traces = {Task.ONLINE: online, Task.OFFLINE: offline}
         self._oracle = Oracle(online, offline)
         self.scheduler = SimScheduler(config, self.results, self._steps_left)
+        self.scheduler.online.ignores_eos = online.ignores_eos
+        self.scheduler.offline.ignores_eos = offline.ignores_eos
         self._events = EventQueue()
         self._rng = random.Random(config.seed)
         self._is_stepping = False
         self._plan: StepPlan | None = None
+        self._unseen: list[SimRequest] = []
 
     @property
     def num_unfinished(self) -> int:
@@ -79,7 +82,7 @@ class SimServer:
         prefilling = len(starting) + (
             between is not None and all(one is not between for one, _, _ in starting)
         )
-        return waiting + running + prefilling
+        return waiting + running + prefilling + len(self._unseen)
 
     def run(self, *, until_s: float = math.inf, on_progress: Progress | None = None) -> None:
         starts = [trace.at_s[0] for trace in self._traces.values() if len(trace)]
@@ -124,17 +127,31 @@ class SimServer:
         most = scheduler.kv.capacity_tokens - scheduler.config.page_tokens
         if request.prompt_tokens + self._oracle.output_tokens(request) + 1 >= most:
             # SGLang refuses what can never fit.
-            self.results.refused += 1
+            self.results.refused += not request.is_offline
+            self.results.offline_refused += request.is_offline
             return
         # A client asks for no more than fits; SGLang cuts the limit, too.
         request.max_new_tokens = min(request.max_new_tokens, most - request.prompt_tokens - 1)
-        if request.is_offline:
-            scheduler.pool.add(request, resumed=False)
+        if self.config.overlap and self._plan is not None:
+            self._unseen.append(request)
         else:
-            scheduler.waiting.append(request)
+            self._see(request)
         if not self._is_stepping:
             self._is_stepping = True
             self._events.push(now_s, Priority.STEP, None)
+
+    def _see(self, request: SimRequest) -> None:
+        """The scheduler takes a request in."""
+        if request.is_offline:
+            self.scheduler.pool.add(request, resumed=False)
+        else:
+            self.scheduler.waiting.append(request)
+
+    def _see_all(self) -> None:
+        """Under overlap a step is formed when the one before begins: who comes later is in none."""
+        for request in self._unseen:
+            self._see(request)
+        self._unseen.clear()
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -144,6 +161,9 @@ class SimServer:
         if not self.config.overlap:
             self._leave(ended, num_more=0)
         plan = self._form(now_s)
+        if plan is None and self._unseen:
+            self._see_all()
+            plan = self._form(now_s)
         if self.config.overlap:
             # The result of a step is seen when the next one is on its way: they ride along.
             self._leave(ended, num_more=int(plan is not None and plan.decodes))
@@ -155,7 +175,10 @@ class SimServer:
                 self._events.push(now_s, Priority.STEP, None)
             elif scheduler.has_work:
                 self._wait(now_s)
+            else:
+                scheduler.new_token_ratio.forget()
             return
+        self._see_all()
         scheduler.launch(plan)
         scheduler.last_was_prefill = plan.row.num_prefills > 0
         scheduler.launched = [one for one, _, _ in plan.prefills] if self.config.overlap else []

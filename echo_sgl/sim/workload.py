@@ -16,6 +16,8 @@ from echo_sgl.types import Task
 BLOCK_TOKENS = 64
 # SGLang plans no more than this for an answer, however long it may be.
 MOST_PLANNED_TOKENS = 4096
+# Ids of prompts that nobody shares: other ones in each class, and no file's.
+_UNSHARED = {Task.ONLINE: 1 << 62, Task.OFFLINE: 3 << 61}
 
 
 class SimRequest:
@@ -25,6 +27,7 @@ class SimRequest:
     `prefix_tokens`: found in the tree when it started. `protected_tokens`: of its KV, what
     the tree holds for it under lock. `computed_tokens`: of its prompt, while it prefills.
     `cached_tokens`: found when it started for the first time, as its client is told.
+    `max_new_tokens`: what its client allowed; `planned_tokens`: what SGLang plans of that.
     Units: tokens, seconds.
     """
 
@@ -84,6 +87,16 @@ class SimRequest:
         return Task.OFFLINE if self.is_offline else Task.ONLINE
 
     @property
+    def planned_tokens(self) -> int:
+        """Tokens yet to come that admission makes room for."""
+        return min(self.max_new_tokens - self.num_outputs, MOST_PLANNED_TOKENS)
+
+    @property
+    def clipped_tokens(self) -> int:
+        """What is left of its answer beyond what SGLang plans."""
+        return max(0, self.max_new_tokens - self.num_outputs - MOST_PLANNED_TOKENS)
+
+    @property
     def num_outputs(self) -> int:
         """Tokens generated so far."""
         if self.group is None:
@@ -112,9 +125,9 @@ class Trace:
     """Requests in order of arrival, as columns: half a million of them are some megabytes.
 
     `blocks`: ids per request, equal where prompts share their KV; None when nothing is known,
-    then every prompt is unlike all others. `first_block`: ids from there on are the trace's own.
-    `deadline_s`: when all of it should be done. `allowed_tokens`: what each client allowed its
-    answer; None where that is not known, then it is `max_new_tokens` for all.
+    then every prompt is unlike all others. `deadline_s`: when all of it should be done.
+    `allowed_tokens`: what each client allowed its answer; None where that is not known, then it is
+    `max_new_tokens` for all. `ignores_eos`: answers are as long as allowed, and SGLang knows it.
     """
 
     task: Task
@@ -125,8 +138,8 @@ class Trace:
     block_tokens: int = BLOCK_TOKENS
     max_new_tokens: int = MOST_PLANNED_TOKENS
     deadline_s: float = math.inf
-    first_block: int = 1 << 40
     allowed_tokens: array[int] | None = None
+    ignores_eos: bool = False
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -143,7 +156,7 @@ class Trace:
             blocks = self.blocks[number]
         else:
             # One id stands for all that nobody shares.
-            blocks = array("q", (self.first_block + number,))
+            blocks = array("q", (_UNSHARED[self.task] + number,))
             size, num_blocks = prompt_tokens, 1
         sizes = array("q", (size,)) * num_blocks
         sizes[-1] = prompt_tokens - (num_blocks - 1) * size
@@ -154,7 +167,7 @@ class Trace:
             prompt_tokens=prompt_tokens,
             blocks=blocks,
             sizes=sizes,
-            max_new_tokens=min(self._allowed_tokens(number), MOST_PLANNED_TOKENS),
+            max_new_tokens=self._allowed_tokens(number),
             deadline_s=self.deadline_s,
         )
 
@@ -177,10 +190,10 @@ class Trace:
             block_tokens=self.block_tokens,
             max_new_tokens=self.max_new_tokens,
             deadline_s=self.deadline_s,
-            first_block=self.first_block,
             allowed_tokens=None
             if self.allowed_tokens is None
             else array("q", (self.allowed_tokens[i] for i in numbers)),
+            ignores_eos=self.ignores_eos,
         )
 
 

@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from echo_sgl.cli import app
+from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.profile import Profile, save_profile
-from tests.sim.workloads import device, online_trace
+from tests.sim.workloads import COEFFICIENTS, device, online_trace
 
 runner = CliRunner()
 LARGEST = {"prefill_tokens": 100_000, "num_decodes": 1000, "decode_tokens": 10_000_000}
@@ -51,12 +52,82 @@ def test_the_smallest_hardware_that_keeps_the_slo_is_found(files: dict[str, str]
     )
     assert code == 0
     plan = json.loads(out)
-    assert plan["chosen"] == {"kv_tokens": 40_000, "num_instances": 1}
-    assert [trial["is_kept"] for trial in plan["trials"]] == [False, False, True]
+    assert plan["chosen"] == {"kv_tokens": 40_000, "num_instances": 1, "device": "profile"}
+    assert [trial["is_kept"] for trial in plan["trials"]] == [False, True]
     assert plan["trials"][0]["binds"].startswith("KV memory")
     assert plan["whole"]["offline_done"] == 40
     rate = plan["offline_tokens_per_s"]
     assert plan["price_per_million_offline_tokens"] == pytest.approx(2e6 / (rate * 3600))
+    assert plan["is_kept_beside"] and plan["loads"] == []
+
+
+def test_of_two_devices_the_cheapest_that_keeps_the_slo_is_found(files: dict[str, str]) -> None:
+    slow = Path(files["profile.json"]).with_name("slow.json")
+    slower = {name: 5 * value for name, value in COEFFICIENTS.items() if name != "mixing"}
+    model = create_batch_time("pooled").with_coefficients({**COEFFICIENTS, **slower})
+    save_profile(Profile("H0", "m", "0.5.23", "2026-01-31", 500, {}, model, LARGEST), slow)
+    options = ("--profile", str(slow), "--kv-tokens", "40000", "--instances", "1,2", "--json")
+    easy, hard = "ttft_p99=9s,tpot_p99=900ms", "ttft_p99=1s,tpot_p99=50ms"
+
+    def chosen(prices: str, slo: str) -> tuple[str, int]:
+        plan = json.loads(run(files, *options, "--price-per-hour", prices, slo=slo)[1])
+        return plan["chosen"]["device"], plan["chosen"]["num_instances"]
+
+    assert chosen("3,1", easy) == ("slow", 1)
+    assert chosen("3,4", easy) == ("profile", 1)
+    assert chosen("3,1", hard) == ("profile", 1)
+    with pytest.raises(ValueError, match="3 prices for 2 profiles"):
+        run(files, *options, "--price-per-hour", "1,2,3")
+    with pytest.raises(ValueError, match="give each its own name"):
+        run(files, "--profile", files["profile.json"])
+
+
+def test_the_picture_shows_what_more_load_costs(files: dict[str, str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    options = ("--jobs", files["jobs.jsonl"], "--kv-tokens", "40000", "--loads", "16,1,4")
+    _, out, _ = run(files, *options, "--picture", str(picture), "--json")
+    points = json.loads(out)["loads"]
+    assert [one["load"] for one in points] == [1, 4, 16]
+    kept = [one["attainment"] for one in points]
+    assert kept[0] > 0.95 and kept[2] < 0.6 and kept == sorted(kept, reverse=True)
+    assert points[0]["offline_tokens_per_s"] > 0
+    assert "offline tokens an hour" in picture.read_text()
+    assert "promises kept" in run(files, *options, "--picture", str(picture))[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--picture", "plan.gif"), "must end in .svg, .png, .pdf"),
+        (("--picture", "nowhere/plan.svg"), "its folder does not exist"),
+        (("--picture", "plan.svg", "--loads", "0,1"), "numbers above 0 are simulated"),
+        (("--picture", "plan.svg", "--loads", "one"), "write numbers"),
+        (("--price-per-hour", "-1"), "write numbers"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(
+    files: dict[str, str], options: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        run(files, *options)
+
+
+def test_requests_that_the_whole_trace_has_and_the_pool_has_no_room_for_break_the_plan(
+    files: dict[str, str],
+) -> None:
+    path = Path(files["trace.csv"])
+    path.write_text(path.read_text() + "1000,60000,10\n1001,100,10\n")
+    code, out, err = run(files, "--kv-tokens", "40000")
+    assert code == 1
+    assert "refused           1 requests, 0 lines of one instance" in out
+    assert "SLO beside it     broken" in out and "broken over the whole trace" in err
+
+
+def test_requests_that_come_all_at_once_are_served_to_the_end(files: dict[str, str]) -> None:
+    Path(files["trace.csv"]).write_text("t_s,context_tokens,generated_tokens\n" + "0,100,5\n" * 3)
+    options = ("--jobs", files["jobs.jsonl"], "--kv-tokens", "40000", "--json")
+    plan = json.loads(run(files, *options)[1])
+    assert plan["whole"]["online_done"] == 3 and plan["whole"]["offline_done"] == 40
 
 
 def test_the_table_tells_the_same(files: dict[str, str]) -> None:

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import echo_sgl
-from echo_sgl.batch_shape import BatchShape, StepKind
+from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.host_time import HostTime
+from echo_sgl.sim.decode_group import DecodeGroup
+from echo_sgl.sim.new_token_ratio import NewTokenRatio
 from echo_sgl.sim.server import SimServer, simulate
 from echo_sgl.sim.server_config import ServerConfig
-from echo_sgl.sim.workload import SimRequest, Trace, empty_trace
+from echo_sgl.sim.workload import MOST_PLANNED_TOKENS, SimRequest, Trace, empty_trace
 from echo_sgl.types import Task
 from tests.sim.workloads import SLO, device, offline_trace, online_trace, server
 
@@ -83,7 +85,9 @@ class CheckedServer(SimServer):
 
     def _check_requests(self, now_s: float) -> None:
         results = self.results
-        ended = results.online_done + results.offline_done + results.refused
+        ended = (
+            results.online_done + results.offline_done + results.refused + results.offline_refused
+        )
         came = sum(1 for t in self._traces.values() for at_s in t.at_s if at_s <= now_s)
         assert ended + self.num_unfinished == came
         for one in self.holders():
@@ -106,7 +110,7 @@ def test_requests_and_pages_are_conserved_and_time_never_goes_back(
     checked.run()
     results, scheduler = checked.results, checked.scheduler
     assert checked.num_checked >= results.num_steps > 0
-    done = results.online_done + results.offline_done + results.refused
+    done = results.online_done + results.offline_done + results.refused + results.offline_refused
     assert done == len(online) + len(offline)
     assert scheduler.kv.private_tokens == scheduler.tree.locked_tokens == 0
     assert scheduler.kv.free_tokens + scheduler.tree.num_tokens == scheduler.kv.capacity_tokens
@@ -225,6 +229,93 @@ def test_policies_and_estimators_do_not_know_the_simulator() -> None:
     root = Path(echo_sgl.__file__).parent
     for file in (*root.glob("policies/*.py"), *root.glob("estimators/*.py")):
         assert "echo_sgl.sim" not in file.read_text(encoding="utf-8"), file
+
+
+def test_prompts_of_two_classes_share_nothing_unless_they_are_said_to() -> None:
+    online = online_trace(40, rate_rps=2.0)
+    offline = Trace(Task.OFFLINE, online.at_s, online.prompt_tokens, online.output_tokens)
+    results = simulate(server(), online, offline)
+    assert results.offline_done == 40
+    assert results.offline_cached_tokens == results.online_cached_tokens == 0
+
+
+def test_a_request_that_starts_anew_finds_what_it_computed_itself_and_that_is_no_hit() -> None:
+    online = online_trace(200, rate_rps=10.0)
+    lines = Trace(Task.OFFLINE, array("d", [0.0]), array("q", [15_000]), array("q", [4]))
+    results = simulate(server(chunked_prefill_tokens=256), online, lines)
+    assert results.offline_done == 1 and results.num_prefill_parks > 0
+    assert results.offline_prompt_tokens == 15_000 and results.offline_cached_tokens == 0
+
+
+def test_answers_longer_than_what_sglang_plans_for_are_generated_whole() -> None:
+    online = Trace(
+        Task.ONLINE, array("d", [0.0]), array("q", [50]), array("q", [9000]), max_new_tokens=16_000
+    )
+    results = simulate(server(kv_tokens=40_000, overlap=False), online)
+    assert results.num_steps - results.num_prefill_steps == 8999
+
+
+def test_what_a_group_plans_for_is_what_its_requests_plan_for() -> None:
+    group = DecodeGroup(1)
+    most = MOST_PLANNED_TOKENS
+    for number, allowed in enumerate((5, most, most + 1, most + 3, 3 * most)):
+        trace = Trace(
+            Task.ONLINE, array("d", [0.0]), array("q", [10]), array("q", [9]),
+            max_new_tokens=allowed,
+        )  # fmt: skip
+        request = trace.request(0)
+        request.rid = str(number)
+        group.add(request, tokens_left=allowed)
+    members = dict(group.members)
+    for step in range(6):
+        assert group.left_tokens == sum(one.planned_tokens for one in group)
+        group.advance()
+        if step == 2:
+            group.remove(members["3"])
+        if step == 3:
+            group.add(members["3"], tokens_left=most)
+    assert group.left_tokens == sum(one.planned_tokens for one in group)
+    for request in list(group):
+        group.remove(request)
+    assert group.left_tokens == 0
+
+
+@pytest.mark.parametrize("page_tokens", [16, 48, 128, 200])
+def test_pages_of_any_size_share_whole_pages_of_equal_blocks_and_leave_nothing(
+    page_tokens: int,
+) -> None:
+    lines = offline_trace(60, num_prefixes=3)
+    config = server(page_tokens=page_tokens, kv_tokens=20_000)
+    checked = CheckedServer(config, empty_trace(Task.ONLINE), lines)
+    checked.run()
+    assert checked.results.offline_done == 60
+    assert checked.scheduler.kv.private_tokens == checked.scheduler.tree.locked_tokens == 0
+    # 512 tokens are common to each group of lines.
+    least = (60 - 2 * 3) * (512 // page_tokens) * page_tokens * 0.8
+    assert checked.results.offline_cached_tokens > least
+
+
+def test_under_overlap_a_request_misses_the_step_that_is_formed_when_it_comes() -> None:
+    at_s = array("d", (0.0, 0.5))
+    online = Trace(Task.ONLINE, at_s, array("q", (100, 100)), array("q", (200, 5)))
+    plain, overlapped = (simulate(server(overlap=value), online) for value in (False, True))
+    step_s = device().predict_s(BatchRow(0, 0, 0, 0, 1, 150, 150))
+    # The second one ends first.
+    assert overlapped.ttft_s[1] == pytest.approx(plain.ttft_s[1])
+    assert overlapped.ttft_s[0] - plain.ttft_s[0] == pytest.approx(step_s, rel=0.2)
+
+
+def test_what_answers_may_grow_by_is_expected_anew_when_nobody_is_left() -> None:
+    ratio = NewTokenRatio(conservativeness=1.0)
+    for _ in range(700):
+        ratio.decay()
+    assert ratio.current == pytest.approx(0.7 * 0.14)
+    online = Trace(Task.ONLINE, array("d", [0.0]), array("q", [50]), array("q", [700]))
+    twin = SimServer(server(), online, empty_trace(Task.OFFLINE))
+    twin.run()
+    assert twin.scheduler.new_token_ratio.current == pytest.approx(0.7)
+    ratio.note_retraction([])
+    assert ratio.current == 0.0
 
 
 def test_a_lone_request_waits_for_the_host_and_the_device() -> None:
