@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,11 @@ class Row:
 
 
 def _difference(real: float | None, sim: float | None) -> float | None:
-    return None if not real or sim is None else sim / real - 1.0
+    if real is None or sim is None:
+        return None
+    if not real:
+        return math.inf if sim else 0.0
+    return sim / real - 1.0
 
 
 def _is_within(difference: float | None, bound: float) -> bool | None:
@@ -156,9 +161,9 @@ def _over(part: float, whole: float) -> float | None:
 
 
 def cause_of(row: Row, evidence: Tree | None) -> str:
-    """Why a row is out of its bound, as far as the steps' times tell."""
+    """Why a row is out of its bound, or is in it by chance, as far as the steps' times tell."""
     if row.is_kept is not False:
-        return ""
+        return "" if row.is_kept_at_speed is not False else "at speed decisions or waits differ"
     over = (evidence or {}).get("device_over_profile")
     if over is None:
         return "not known: no steps were kept"

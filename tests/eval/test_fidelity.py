@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -153,13 +154,21 @@ def test_rows_are_kept_within_their_bound_and_bad_ones_have_a_cause() -> None:
     }
     assert again["TTFT p50 ms"].difference_at_speed == pytest.approx(0.0)
     assert cause_of(again["TTFT p50 ms"], slow) == "steps took 0.80 x what the profile says"
-    assert again["TPOT p50 ms"].is_kept and again["TPOT p50 ms"].is_kept_at_speed is False
+    by_chance = again["TPOT p50 ms"]
+    assert by_chance.is_kept and by_chance.is_kept_at_speed is False
+    assert cause_of(by_chance, slow) == "at speed decisions or waits differ"
 
 
 def test_a_figure_that_one_side_lacks_is_neither_kept_nor_broken() -> None:
     row = Row("echo", "together", Task.ONLINE, "TPOT p50 ms", None, 3.0, 0.1)
     assert row.difference is None and row.is_kept is None
     assert cause_of(row, None) == ""
+
+
+def test_work_that_only_the_simulation_got_done_is_broken() -> None:
+    row = Row("echo", "together", Task.OFFLINE, "tokens/s", 0.0, 350.0, 0.05)
+    assert row.is_kept is False and row.difference == math.inf
+    assert dataclasses.replace(row, sim=0.0).is_kept is True
 
 
 def test_evidence_compares_the_steps_with_their_profile() -> None:
