@@ -5,6 +5,7 @@ capacity = free + decodes of both classes + parked + fixed (prefills, and KV tha
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def _decode(request: SimRequest, *, is_running: bool) -> Decode:
         context_tokens=request.seq_tokens,
         uncached_tokens=request.seq_tokens,
         waiting_since_s=request.waiting_since_s,
-        laxity_s=request.deadline_s,
+        laxity_s=math.inf,  # no fleet knows windows
         is_running=is_running,
         sequence=request.number,
     )
