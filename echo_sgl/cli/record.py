@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from echo_sgl.cli.server_route import ServerRouteError, fetch
 from echo_sgl.errors import EchoError
 
 POLL_S = 5.0
+# A server that loads a large model anew is away for minutes.
+GIVE_UP_S = 300.0
+# Clocks that are nearer to each other are one machine's, read at different moments.
+SAME_CLOCK_S = 120.0
 FORMAT_VERSION = 1
 
 
 class RecordError(EchoError, OSError):
-    """Nothing was recorded, or it cannot be written where it should."""
+    """Nothing was recorded, it cannot be written where it should, or the server stays away."""
 
 
 def record(
@@ -37,14 +46,14 @@ def record(
         echo-sgl record --seconds 3600 --output recording.jsonl
 
     Prompts stay on the server: of them there are lengths, and hashes of blocks that tell which
-    requests begin alike in this recording and nothing else. Ctrl-C ends it early.
+    requests begin alike in this recording and nothing else. Ctrl-C ends it early. The file grows
+    every few seconds and can be used at any time.
     """
-    from echo_sgl.cli.server_route import fetch
     from echo_sgl.cli.url import server_root
 
     if not output.parent.is_dir():
         raise RecordError(f"--output {output} is in a folder that does not exist")
-    if ".jsonl" not in output.suffixes:
+    if output.suffix != ".jsonl":
         raise RecordError(f"--output is {output}; name it .jsonl, as recording.jsonl")
     root, recording = server_root(url), secrets.token_hex(16)
 
@@ -53,60 +62,224 @@ def record(
         replicas: list[dict[str, Any]] = answer["replicas"]
         return replicas
 
-    collected = Collected()
-    for left_s in _ticks(seconds, time.monotonic, time.sleep):
-        collected.take(ask(collected.after))
-        typer.echo(f"{len(collected.rows)} requests, {left_s:.0f} s left", err=True)
-    if not collected.rows:
-        raise RecordError("no request ended while recording; nothing was written")
+    file = RecordingFile(output)
+    collected = Collected(file)
+    poll = Poll(ask, collected, time.monotonic)
     try:
-        output.write_text("".join(collected.lines()), encoding="utf-8")
-    except OSError as error:
-        raise RecordError(f"--output {output} cannot be written: {error.strerror}") from error
-    if collected.num_lost:
-        typer.echo(f"warning: {collected.num_lost} requests ended too fast to be kept", err=True)
-    typer.echo(f"{len(collected.rows)} requests written to {output}", err=True)
+        for left_s in _ticks(seconds, time.monotonic, time.sleep):
+            poll()
+            typer.echo(f"{file.num_rows} requests, {left_s:.0f} s left", err=True)
+    except KeyboardInterrupt:
+        pass  # Not worth waiting for: the last answer's requests are in the file.
+    _report(collected, file)
+
+
+class RecordingFile:
+    """A recording on disk, whole and in order of arrival after every `add`.
+
+    Requests end in another order than they came in: one that came before others that are in the
+    file already is put before them, which rewrites the file from there on. The file is made, in
+    place of an older one, when the first requests end.
+    Units: seconds since the recording began; below 0 for what came before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at_s, self._offsets = array("d"), array("q")
+        self._end = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._at_s)
+
+    @property
+    def kept(self) -> str:
+        """What there is, for a message about what went wrong."""
+        if not self.num_rows:
+            return "nothing was written"
+        return f"{self.num_rows} requests are kept in {self.path}, which is a whole recording"
+
+    def add(self, rows: Sequence[dict[str, Any]], block_tokens: int) -> None:
+        """Write requests to disk.
+
+        Errors: `RecordError` when that fails; what was there before is there still.
+        """
+        if not rows:
+            return
+        lines = [(float(row["at_s"]), json.dumps(row).encode() + b"\n") for row in rows]
+        try:
+            if not self.num_rows:
+                self._create(block_tokens)
+            with self.path.open("r+b", buffering=0) as file:
+                self._merge(file, lines)
+        except OSError as error:
+            raise RecordError(
+                f"--output {self.path} cannot be written: {error.strerror}; {self.kept}"
+            ) from error
+
+    def _create(self, block_tokens: int) -> None:
+        head = {"format": "echo-recording", "version": FORMAT_VERSION, "block_tokens": block_tokens}
+        self._end = self.path.write_bytes(json.dumps(head).encode() + b"\n")
+
+    def _merge(self, file: FileIO, lines: list[tuple[float, bytes]]) -> None:
+        start = bisect_right(self._at_s, min(lines)[0])
+        offset = self._offsets[start] if start < self.num_rows else self._end
+        file.seek(offset)
+        old = file.read(self._end - offset)
+        later = zip(self._at_s[start:], old.splitlines(keepends=True), strict=True)
+        merged = sorted([*later, *lines], key=itemgetter(0))
+        _overwrite(file, offset, old, b"".join(line for _, line in merged))
+        del self._at_s[start:], self._offsets[start:]
+        for at_s, line in merged:
+            self._at_s.append(at_s)
+            self._offsets.append(offset)
+            offset += len(line)
+        self._end = offset
 
 
 class Collected:
-    """What the replicas have told so far."""
+    """Follows the logs of a server's replicas, and keeps what they tell in a file.
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.num_lost = 0
-        self._next: dict[int, int] = {}
-        self._block_tokens = 0
+    A log is one process': a replica that answers with another one was started anew.
+    """
+
+    def __init__(self, file: RecordingFile) -> None:
+        self.file = file
+        self.num_lost = self.num_restarts = 0
+        self._logs: dict[int, str] = {}
+        self._next: dict[str, int] = {}
+        self._origins_s: dict[str, float] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._logs)
 
     @property
     def after(self) -> str:
         """The next request's number of each replica, as the route takes it."""
-        return ",".join(f"{replica}:{number}" for replica, number in sorted(self._next.items()))
+        return ",".join(
+            f"{replica}:{self._next[log]}" for replica, log in sorted(self._logs.items())
+        )
 
-    def take(self, replicas: list[dict[str, Any]]) -> None:
+    def take(self, replicas: Sequence[dict[str, Any]], now_s: float) -> bool:
+        """Keep the answers to `after`; False if one was of another log, so that `after` changed.
+
+        Units: seconds since the recording began.
+        """
+        rows: list[dict[str, Any]] = []
+        is_understood = True
         for one in replicas:
-            is_first = one["replica"] not in self._next
-            self.num_lost += 0 if is_first else one["num_lost"]
-            self._next[one["replica"]] = one["next"]
-            self._block_tokens = one["block_tokens"]
-            # What the first answer holds was noted for somebody else's recording.
-            rows = () if is_first else one["rows"]
-            self.rows += [dict(zip(one["columns"], row, strict=True)) for row in rows]
+            if self._logs.get(one["replica"]) == one["log"]:
+                rows += self._rows(one)
+            else:
+                is_understood &= one["replica"] not in self._logs
+                self._follow(one, now_s)
+        self.file.add(rows, replicas[0]["block_tokens"] if replicas else 0)
+        return is_understood
 
-    def lines(self) -> Iterator[str]:
-        """The file's lines, in order of arrival; time starts with the first one."""
-        head = {"format": "echo-recording", "version": FORMAT_VERSION}
-        yield json.dumps({**head, "block_tokens": self._block_tokens}) + "\n"
-        start_s = min(row["at_s"] for row in self.rows)
-        for row in sorted(self.rows, key=lambda one: float(one["at_s"])):
-            yield json.dumps({**row, "at_s": round(row["at_s"] - start_s, 6)}) + "\n"
+    def _rows(self, one: dict[str, Any]) -> list[dict[str, Any]]:
+        self.num_lost += one["num_lost"]
+        self._next[one["log"]] = one["next"]
+        origin_s = self._origins_s[one["log"]]
+        rows = [dict(zip(one["columns"], row, strict=True)) for row in one["rows"]]
+        return [{**row, "at_s": round(row["at_s"] - origin_s, 6)} for row in rows]
+
+    def _follow(self, one: dict[str, Any], now_s: float) -> None:
+        """Go on with the log of an answer: a first one from now on, a later one from its start."""
+        replica, log = one["replica"], one["log"]
+        is_first = replica not in self._logs
+        self._logs[replica] = log
+        # Two servers behind one address take turns: what was read of a log is not read again.
+        if log in self._next:
+            return
+        # What the first answer holds was noted for somebody else's recording.
+        self._next[log] = one["next"] if is_first else 0
+        self.num_restarts += 0 if is_first else 1
+        origin_s = one["now_s"] - now_s
+        near = (known for known in self._origins_s.values() if abs(known - origin_s) < SAME_CLOCK_S)
+        self._origins_s[log] = next(near, origin_s)
+
+
+class Poll:
+    """Asks once at each call, and bears with a server that does not answer for a while."""
+
+    def __init__(
+        self,
+        ask: Callable[[str], Sequence[dict[str, Any]]],
+        collected: Collected,
+        clock: Callable[[], float],
+    ) -> None:
+        self._ask, self._collected, self._clock = ask, collected, clock
+        self._start_s = clock()
+        self._failing_since_s: float | None = None
+
+    def __call__(self) -> None:
+        """Errors: `RecordError` after `GIVE_UP_S` without an answer; the first one must come."""
+        try:
+            if not self._take():
+                typer.echo("warning: the server was restarted; recording goes on", err=True)
+                self._take()
+        except ServerRouteError as error:
+            self._bear(error)
+        else:
+            self._failing_since_s = None
+
+    def _take(self) -> bool:
+        answers = self._ask(self._collected.after)
+        return self._collected.take(answers, self._clock() - self._start_s)
+
+    def _bear(self, error: ServerRouteError) -> None:
+        if not self._collected.has_begun:
+            raise error
+        now_s = self._clock()
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        if now_s - self._failing_since_s >= GIVE_UP_S:
+            raise RecordError(
+                f"no answer for {now_s - self._failing_since_s:.0f} s; "
+                f"{self._collected.file.kept}. The last error: {error}"
+            ) from error
+        typer.echo(f"warning: {error}; asking again", err=True)
+
+
+def _report(collected: Collected, file: RecordingFile) -> None:
+    if not file.num_rows:
+        raise RecordError("no request ended while recording; nothing was written")
+    if collected.num_restarts:
+        typer.echo(
+            f"warning: the server was restarted {collected.num_restarts} times; what ended "
+            "between its last answer and its stop is missing, and no prompt from before shares "
+            "hashes with one from after",
+            err=True,
+        )
+    if collected.num_lost:
+        typer.echo(f"warning: {collected.num_lost} requests ended that were not kept", err=True)
+    typer.echo(f"{file.num_rows} requests written to {file.path}", err=True)
+
+
+def _overwrite(file: FileIO, offset: int, old: bytes, new: bytes) -> None:
+    """Replace what is from an offset to the end, and put it back when there is no room for it."""
+    try:
+        _write(file, offset, new)
+    except OSError:
+        _write(file, offset, old)
+        file.truncate()
+        raise
+
+
+def _write(file: FileIO, offset: int, data: bytes) -> None:
+    left = memoryview(data)
+    file.seek(offset)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _ticks(
     seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> Iterator[float]:
     """Seconds left, at the start, every `POLL_S` and at the end; an interrupt ends it early."""
-    end_s = clock() + seconds
     yield seconds
+    end_s = clock() + seconds  # from the first answer on, however long that took
     while (left_s := end_s - clock()) > 0:
         try:
             sleep(min(POLL_S, left_s))

@@ -39,24 +39,27 @@ class _Ended:
 class RecordingLog:
     """The last requests that ended, while somebody records.
 
-    Nothing is noted unless somebody asked within the last `LISTEN_S` seconds, so that a server
-    that nobody records pays nothing. Bounded in requests and in blocks; the oldest go first.
+    Requests are only counted unless somebody asked within the last `LISTEN_S` seconds, so that a
+    server that nobody records pays nothing. Bounded in requests and in blocks; the oldest go first.
     Units: seconds on the step clock.
     """
 
     def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
+        self._key, self._log = secrets.token_bytes(32), secrets.token_hex(8)
         self._ended: deque[_Ended] = deque()
-        self._num_blocks = self._num_noted = 0
+        self._num_blocks = self._num_ended = 0
         self._listens_until_s = float("-inf")
 
     def note_end(self, req: Any, now_s: float) -> None:
         """A request ended; what never gave a token is left out."""
-        if now_s > self._listens_until_s or not req.output_ids:
+        if not req.output_ids:
+            return
+        number, self._num_ended = self._num_ended, self._num_ended + 1
+        if now_s > self._listens_until_s:
             return
         terms = terms_of(req, now_s)
         ended = _Ended(
-            number=self._num_noted,
+            number=number,
             at_s=terms.arrival_s,
             prompt_tokens=len(req.origin_input_ids),
             cached_tokens=int(getattr(req, "cached_tokens", 0)),
@@ -64,7 +67,6 @@ class RecordingLog:
             task=str(terms.task),
             blocks=self._hashed(namespace_of(req), req.origin_input_ids),
         )
-        self._num_noted += 1
         self._ended.append(ended)
         self._num_blocks += len(ended.blocks)
         while len(self._ended) > CAPACITY or self._num_blocks > MAX_BLOCKS_KEPT:
@@ -73,11 +75,11 @@ class RecordingLog:
     def since(self, recording: str, number: int, now_s: float) -> dict[str, Any]:
         """What ended from the `number`th request on, and the number to ask for next.
 
-        `num_lost`: requests in between that are kept no longer.
+        `num_lost`: requests in between that are not kept. `log`: another one in each process;
+        a number from one log means nothing in another.
         """
         self._listens_until_s = now_s + LISTEN_S
         found = [one for one in self._ended if one.number >= number]
-        first = found[0].number if found else self._num_noted
         key = hashlib.blake2b(recording.encode(), key=self._key).digest()
         rows = [
             [
@@ -91,12 +93,13 @@ class RecordingLog:
             for one in found
         ]
         return {
+            "log": self._log,
             "now_s": now_s,
             "block_tokens": BLOCK_TOKENS,
             "columns": list(COLUMNS),
             "rows": rows,
-            "next": self._num_noted,
-            "num_lost": max(0, first - number),
+            "next": self._num_ended,
+            "num_lost": max(0, self._num_ended - number - len(found)),
         }
 
     def _hashed(self, namespace: str, tokens: Sequence[int]) -> tuple[int, ...]:

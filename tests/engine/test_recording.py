@@ -98,3 +98,21 @@ def test_what_is_kept_is_bounded_and_what_was_lost_is_counted(
         log.note_end(ended([token]), 101.0)
     answer = log.since(ONE, 1, now_s=102.0)
     assert (len(answer["rows"]), answer["num_lost"], answer["next"]) == (3, 1, 5)
+
+
+def test_what_ended_while_nobody_listened_is_counted_as_lost() -> None:
+    log = listening()
+    for now_s in (101.0, 101.0 + LISTEN_S, 102.0 + LISTEN_S):
+        log.note_end(ended([1]), now_s)
+    log.since(OTHER, 0, now_s=300.0)
+    log.note_end(ended([1]), 301.0)
+    answer = log.since(ONE, 0, now_s=302.0)
+    assert (len(answer["rows"]), answer["num_lost"], answer["next"]) == (2, 2, 4)
+
+
+def test_a_restarted_server_tells_that_its_numbers_are_of_another_log() -> None:
+    before, after = listening(), listening()
+    before.note_end(ended([1]), 101.0)
+    after.note_end(ended([1]), 101.0)
+    names = [log.since(ONE, 0, now_s=102.0)["log"] for log in (before, before, after)]
+    assert names[0] == names[1] != names[2]
