@@ -27,12 +27,17 @@ ROOT = Path(__file__).resolve().parent
 RESULTS_DIR = ROOT / "results"
 BUILD_DIR = ROOT.parent / "build"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PDF_TIMEOUT_S = 120.0
 _MODULE = re.compile(r"eval\.(\w+)")
 T = TypeVar("T")
 
 
 class ReportError(EchoError):
     """A result that cannot be shown; the message names its file."""
+
+
+class PdfError(EchoError):
+    """The page could not be printed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +223,41 @@ def bench_html(path: Path) -> str:
     return f'{head}<div class="scroll">{to_html(table)}</div>'
 
 
-def write_pdf(page: Path) -> Path | None:
-    """Print the page beside itself with a browser that is there; None without one or on failure."""
+def write_pdf(page: Path) -> Path:
+    """Print the page beside itself with a browser that is there; an older print goes first.
+
+    Errors: `PdfError` when there is no browser, or it does not print; then there is no PDF.
+    """
+    pdf = page.with_suffix(".pdf")
+    try:
+        # Without a new one it would pass for a print of this page.
+        pdf.unlink(missing_ok=True)
+        if problem := _print_problem(page, pdf):
+            pdf.unlink(missing_ok=True)  # it may be half of one
+            raise PdfError(problem)
+    except OSError as error:
+        raise PdfError(f"{error.filename or pdf}: {error.strerror}") from error
+    return pdf
+
+
+def _print_problem(page: Path, pdf: Path) -> str | None:
+    """Have a browser print; why that did not work, or None."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        return None
-    pdf = page.with_suffix(".pdf")
+        return f"that needs a browser; none of {', '.join(BROWSERS)} is installed"
     # A page of our own without scripts needs no sandbox, which root and containers do not have.
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
     command = [browser, *flags, f"--print-to-pdf={pdf}", page.resolve().as_uri()]
-    result = subprocess.run(command, check=False, capture_output=True, timeout=120)
-    return pdf if result.returncode == 0 and pdf.exists() else None
+    try:
+        result = subprocess.run(command, check=False, capture_output=True, timeout=PDF_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"{browser} took longer than {PDF_TIMEOUT_S:g} s"
+    told = result.stderr.decode(errors="replace").strip()[-500:] or "it told nothing"
+    if result.returncode:
+        return f"{browser} failed with exit code {result.returncode}: {told}"
+    if not pdf.exists() or not pdf.stat().st_size:
+        return f"{browser} ended without an error and wrote nothing: {told}"
+    return None
 
 
 def _tables(folder: Path) -> str:
@@ -280,6 +309,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, default=BUILD_DIR / "report.html")
     parser.add_argument("--no-pdf", action="store_true", help="even where a browser could print")
     given = parser.parse_args(argv)
+    if given.output.suffix == ".pdf":
+        parser.error(f"--output is {given.output}; name the page .html, its PDF is made beside it")
     if not given.results.is_dir():
         parser.error(f"--results {given.results} is no folder")
     try:
@@ -290,7 +321,10 @@ def main(argv: Sequence[str]) -> None:
     given.output.write_text(page, encoding="utf-8")
     print(f"{given.output} ({len(page) / 1e6:.1f} MB)")
     if not given.no_pdf:
-        print(write_pdf(given.output) or "no PDF: that needs chromium")
+        try:
+            print(write_pdf(given.output))
+        except PdfError as error:
+            print(f"no PDF: {error}")
 
 
 if __name__ == "__main__":

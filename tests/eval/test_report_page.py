@@ -14,10 +14,19 @@ import orjson
 import pytest
 
 from echo_sgl.types import Task
+from eval import report_page
 from eval.records import Record, Status, write_records
 from eval.report_figures import binned, median
 from eval.report_markdown import to_html
-from eval.report_page import RESULTS_DIR, SECTIONS, ReportError, build_page, main, write_pdf
+from eval.report_page import (
+    RESULTS_DIR,
+    SECTIONS,
+    PdfError,
+    ReportError,
+    build_page,
+    main,
+    write_pdf,
+)
 from eval.report_plots import bars, lines, points
 
 VOID = {"meta", "br", "hr"}
@@ -192,9 +201,67 @@ def test_the_committed_results_make_a_page_that_needs_nothing_else(tmp_path: Pat
         assert f"<h3>{folder.name}</h3>" in page
 
 
-def test_without_a_browser_there_is_no_pdf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert write_pdf(tmp_path / "report.html") is None
+FIND_PDF = "for one; do case $one in --print-to-pdf=*) pdf=${one#*=};; esac; done\n"
+TROUBLES = {
+    "": "no PDF: that needs a browser; none of chromium, ",
+    "echo first >&2; echo cannot open display >&2; exit 3": (
+        "chromium failed with exit code 3: first\ncannot open display\n"
+    ),
+    "exit 3": "chromium failed with exit code 3: it told nothing\n",
+    "echo half > $pdf; kill -9 $$": "chromium failed with exit code -9: ",
+    "echo half > $pdf; exec /bin/sleep 60": "chromium took longer than 2 s\n",
+    "exit 0": "ended without an error and wrote nothing: it told nothing\n",
+    ": > $pdf; echo why >&2": "wrote nothing: why\n",
+}
+
+
+def printed(
+    folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the command says when `script` is the only browser, and an older PDF lies there."""
+    browsers = folder / "bin"
+    browsers.mkdir()
+    if script:
+        (browsers / "chromium").write_text(f"#!/bin/sh\n{FIND_PDF}{script}\n")
+        (browsers / "chromium").chmod(0o755)
+    monkeypatch.setenv("PATH", str(browsers))
+    monkeypatch.setattr(report_page, "PDF_TIMEOUT_S", 2.0)
+    (folder / "report.pdf").write_text("older")
+    results = folder / "results"
+    results.mkdir()
+    main(["--results", str(results), "--output", str(folder / "report.html")])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", TROUBLES)
+def test_a_page_that_is_not_printed_says_why_and_leaves_no_older_pdf(
+    tmp_path: Path,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert TROUBLES[script] in printed(tmp_path, script, monkeypatch, capsys)
+    assert (tmp_path / "report.html").exists()
+    assert not (tmp_path / "report.pdf").exists()
+
+
+def test_a_page_is_printed_in_place_of_an_older_pdf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = printed(tmp_path, "echo new > $pdf; echo noise >&2", monkeypatch, capsys)
+    assert told.endswith(f"{tmp_path / 'report.pdf'}\n")
+    assert (tmp_path / "report.pdf").read_text() == "new\n"
+
+
+def test_an_older_pdf_that_cannot_go_is_named(tmp_path: Path) -> None:
+    (tmp_path / "report.pdf").mkdir()
+    with pytest.raises(PdfError, match=r"report\.pdf: "):
+        write_pdf(tmp_path / "report.html")
+
+
+def test_a_page_is_not_named_as_its_pdf(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--results", str(tmp_path), "--output", str(tmp_path / "report.pdf")])
 
 
 def test_markdown_is_escaped_and_kept_apart() -> None:
