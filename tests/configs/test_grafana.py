@@ -144,6 +144,40 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         | series("open_batches", "0x200", 'status="in_progress"')
         | series("batch_lines_total", "7x200", 'outcome="answered"'),
     ),
+    "EchoServerLinesStuck": (
+        series("batch_lines_in_flight", "3x200")
+        | series("batch_lines_total", "7x200", 'outcome="answered"'),
+        series("batch_lines_in_flight", "0x200")
+        | series("batch_lines_total", "7x200", 'outcome="answered"'),
+    ),
+}
+
+
+def batch_server(host: str, job: str, *, in_flight: int, lines: str) -> dict[str, str]:
+    """Series of a server that shows 3 batches and 9 waiting lines, as its peers do."""
+    labels = f'job="{job}",instance="{host}"'
+    return {
+        f"echo_sgl_batch_waiting_lines{{{labels}}}": "9x200",
+        f'echo_sgl_open_batches{{{labels},status="in_progress"}}': "2x200",
+        f'echo_sgl_open_batches{{{labels},status="paused"}}': "1x200",
+        f"echo_sgl_batch_lines_in_flight{{{labels}}}": f"{in_flight}x200",
+        f'echo_sgl_batch_lines_total{{{labels},outcome="answered"}}': lines,
+    }
+
+
+BUSY = batch_server("busy", "fleet", in_flight=3, lines="0+5x200")
+IDLE = batch_server("idle", "fleet", in_flight=0, lines="7x200")
+STUCK = batch_server("stuck", "fleet", in_flight=3, lines="7x200")
+ALONE = batch_server("alone", "other", in_flight=0, lines="7x200")
+# Which alerts fire, by the label that says where.
+SHARED: dict[str, tuple[dict[str, str], dict[str, list[str]]]] = {
+    "a peer does the work": (BUSY | IDLE, {}),
+    "nobody does": (
+        IDLE | STUCK,
+        {"EchoBatchesStuck": ["fleet"], "EchoServerLinesStuck": ["stuck"]},
+    ),
+    "one does not": (BUSY | STUCK, {"EchoServerLinesStuck": ["stuck"]}),
+    "another job does": (BUSY | ALONE, {"EchoBatchesStuck": ["other"]}),
 }
 
 needs_promtool = pytest.mark.skipif(
@@ -162,20 +196,61 @@ def test_each_alert_fires_on_its_trouble_and_only_then(tmp_path: Path) -> None:
     assert set(CASES) == names
 
     def case(name: str, given: dict[str, str], *, fires: bool) -> dict[str, object]:
-        wanted = [{"labels": "{}", "value": 1}] if fires else []
         query = f'count(ALERTS{{alertname="{name}",alertstate="firing"}})'
-        return {
-            "interval": "1m",
-            "input_series": [{"series": key, "values": value} for key, value in given.items()],
-            "promql_expr_test": [{"expr": query, "eval_time": "2h", "exp_samples": wanted}],
-        }
+        return rule_test(given, {query: {"{}": 1} if fires else {}})
 
     tests = [
         case(name, given, fires=fires)
         for name, both in CASES.items()
         for given, fires in zip(both, (True, False), strict=True)
     ]
-    path = tmp_path / "tests.yml"
+    run_rule_tests(tests, tmp_path)
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", SHARED)
+def test_servers_that_share_a_database_are_watched_together(tmp_path: Path, name: str) -> None:
+    given, fires = SHARED[name]
+
+    def found(alert: str, label: str) -> tuple[str, dict[str, int]]:
+        query = f'count by ({label}) (ALERTS{{alertname="{alert}",alertstate="firing"}})'
+        return query, {f'{{{label}="{value}"}}': 1 for value in fires.get(alert, ())}
+
+    wanted = dict([found("EchoBatchesStuck", "job"), found("EchoServerLinesStuck", "instance")])
+    run_rule_tests([rule_test(given, wanted)], tmp_path)
+
+
+@needs_promtool
+def test_panels_count_the_batches_of_a_shared_database_once(tmp_path: Path) -> None:
+    [overview] = [query for query in queries() if query.name == "Overview: Open batches: batches"]
+    [by_status] = [
+        query for query in queries() if query.row == "Jobs" and query.panel == overview.panel
+    ]
+    wanted = {
+        overview.expr: {"{}": 3},
+        by_status.expr: {'{status="in_progress"}': 2, '{status="paused"}': 1},
+    }
+    run_rule_tests([rule_test(BUSY | IDLE, wanted)], tmp_path)
+
+
+def rule_test(given: dict[str, str], wanted: dict[str, dict[str, int]]) -> dict[str, object]:
+    """A test of promtool's: what queries should find after two hours, by labels."""
+    return {
+        "interval": "1m",
+        "input_series": [{"series": key, "values": value} for key, value in given.items()],
+        "promql_expr_test": [
+            {
+                "expr": query,
+                "eval_time": "2h",
+                "exp_samples": [{"labels": key, "value": value} for key, value in found.items()],
+            }
+            for query, found in wanted.items()
+        ],
+    }
+
+
+def run_rule_tests(tests: list[dict[str, object]], folder: Path) -> None:
+    path = folder / "tests.yml"
     path.write_text(json.dumps({"rule_files": [str(ALERTS)], "tests": tests}))
     command = ["promtool", "test", "rules", str(path)]
     result = subprocess.run(command, check=False, capture_output=True, text=True)
