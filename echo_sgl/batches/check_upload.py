@@ -8,6 +8,7 @@ with the problems, then one JSON array a line in prefix order:
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import sys
@@ -21,6 +22,7 @@ import orjson
 from echo_sgl.batches.job_file import JobFile, JobFileError, JobLimits, LineProblem, check_job_file
 
 MAX_PROBLEMS = 100
+MAX_PROBLEMS_BYTES = 32_768  # every answer about the batch carries them
 MAX_CPU_S = 900
 NICENESS = 10
 
@@ -60,7 +62,7 @@ def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
         problems = list(job.problems)
     problems.sort(key=lambda problem: problem.line_number)
     yield _head(
-        [_shown(problem) for problem in problems[:MAX_PROBLEMS]],
+        _first(problems),
         sorted({entry.model for entry in job.entries})[:2],
         len(job.entries),
     )
@@ -69,6 +71,19 @@ def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
     for entry in job.in_prefix_order():
         place = [entry.line_number, entry.offset, entry.length, entry.custom_id, entry.tokens]
         yield orjson.dumps(place)
+
+
+def _first(problems: Iterable[LineProblem]) -> list[dict[str, Any]]:
+    """The problems that are kept with the batch."""
+    found: list[dict[str, Any]] = []
+    num_bytes = 0
+    for problem in itertools.islice(problems, MAX_PROBLEMS):
+        shown = _shown(problem)
+        num_bytes += len(orjson.dumps(shown))
+        if num_bytes > MAX_PROBLEMS_BYTES:
+            break
+        found.append(shown)
+    return found
 
 
 def _wrong_urls(job: JobFile, endpoint: str) -> Iterable[LineProblem]:

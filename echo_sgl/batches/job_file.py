@@ -13,9 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from echo_sgl.batches.lines import MAX_LINE_BYTES, BatchLine, LineError, is_blank, parse_line
+from echo_sgl.batches.lines import (
+    MAX_LINE_BYTES,
+    BatchLine,
+    LineError,
+    is_blank,
+    parse_line,
+    shortened,
+)
 from echo_sgl.batches.prefix_order import estimated_tokens, prefix_key, prompt_bytes
 from echo_sgl.errors import EchoError
+
+_MAX_MODELS_CHARS = 200
 
 
 class JobFileError(EchoError, ValueError):
@@ -86,12 +95,12 @@ class JobFile:
         """Turn lines that name a model the server does not have into problems."""
         valid = [entry for entry in self.entries if is_served(entry.model, served)]
         unknown = [entry for entry in self.entries if not is_served(entry.model, served)]
-        allowed = ", ".join(sorted(served))
+        allowed = shortened(", ".join(sorted(served)), _MAX_MODELS_CHARS)
         found = [
             LineProblem(
                 entry.line_number,
                 "model_not_found",
-                f"body.model is {entry.model!r}; the server has {allowed}",
+                f"body.model is {shortened(repr(entry.model))}; the server has {allowed}",
                 "body.model",
             )
             for entry in unknown
@@ -181,14 +190,11 @@ def _entry(line_number: int, offset: int, raw: bytes, first_uses: dict[str, int]
     if first_use != line_number:
         raise LineError(
             "duplicate_custom_id",
-            f"custom_id {line.custom_id!r} stands in line {first_use} already; "
+            f"custom_id {shortened(repr(line.custom_id))} stands in line {first_use} already; "
             "each must be used once",
             "custom_id",
         )
-    try:
-        tokens, key = estimated_tokens(line, len(prompt_bytes(line))), prefix_key(line)
-    except RecursionError as error:
-        raise LineError("invalid_body", "the body is nested too deeply", "body") from error
+    tokens, key = estimated_tokens(line, len(prompt_bytes(line))), prefix_key(line)
     return Entry(line_number, offset, len(raw), line.custom_id, line.model, tokens, key, line.url)
 
 

@@ -10,6 +10,8 @@ import orjson
 
 MAX_CUSTOM_ID_CHARS = 64
 MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_MODEL_CHARS = 4096  # a model may be named by its path
+MAX_DEPTH = 254  # orjson reads more levels than it writes
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
@@ -58,6 +60,11 @@ def parse_line(raw: bytes) -> BatchLine:
     return BatchLine(custom_id, url, _body(document, url))
 
 
+def shortened(text: str, max_chars: int = _MAX_SHOWN_CHARS) -> str:
+    """What a user wrote, as it may stand in a message."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+
+
 def is_blank(raw: bytes) -> bool:
     """Whether a line holds nothing, and is skipped."""
     return not raw.strip()
@@ -76,7 +83,18 @@ def _load(raw: bytes) -> Mapping[str, Any]:
         raise LineError(
             "invalid_json_line", f"the line is {_kind(document)}; it must be a JSON object"
         )
+    _check_depth(document)
     return document
+
+
+def _check_depth(document: Mapping[str, Any]) -> None:
+    try:
+        orjson.dumps(document)
+    except orjson.JSONEncodeError as error:
+        raise LineError(
+            "invalid_json_line",
+            f"the line is nested deeper than {MAX_DEPTH} levels, which cannot be sent; flatten it",
+        ) from error
 
 
 def _custom_id(document: Mapping[str, Any]) -> str:
@@ -101,6 +119,12 @@ def _body(document: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise _wrong(body, "model", "invalid_model", "it must name a model", "body.model")
+    if len(model) > MAX_MODEL_CHARS:
+        raise LineError(
+            "invalid_model",
+            f"body.model has {len(model)} characters; at most {MAX_MODEL_CHARS} are allowed",
+            "body.model",
+        )
     if body.get("stream") not in (None, False):
         raise LineError(
             "invalid_stream",
@@ -127,8 +151,7 @@ def _wrong(
 
 
 def _shown(value: object) -> str:
-    text = orjson.dumps(value).decode(errors="replace")
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+    return shortened(orjson.dumps(value).decode(errors="replace"))
 
 
 def _kind(value: object) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from echo_sgl.batches.lines import MAX_DEPTH
 from eval.stub_server import MODEL
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
@@ -24,6 +25,19 @@ def body(**changes: Any) -> bytes:
 
 def lines(count: int) -> bytes:
     return b"\n".join(line(custom_id=f"line-{index}") for index in range(count))
+
+
+def deep(field: str) -> bytes:
+    """A line with a field that can be read and not be written again."""
+    return _filled(line(**{field: "DEEP"}))
+
+
+def deep_body(field: str) -> bytes:
+    return _filled(body(**{field: "DEEP"}))
+
+
+def _filled(content: bytes) -> bytes:
+    return content.replace(b'"DEEP"', b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
 
 
 GOOD = line(custom_id="good")
@@ -73,7 +87,17 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "an array": (b"[]", JSON),
     "deep arrays": (DEEP, JSON),
     "deep objects": (b'{"a":' * 50_000, JSON),
-    "deep prompt": (GOOD.replace(b'"hello"', DEEP_TEXT), "invalid_body"),
+    "deep prompt": (GOOD.replace(b'"hello"', DEEP_TEXT), JSON),
+    "deep custom_id": (deep("custom_id"), JSON),
+    "deep method": (deep("method"), JSON),
+    "deep url": (deep("url"), JSON),
+    "deep body": (deep("body"), JSON),
+    "deep unknown field": (deep("extra"), JSON),
+    "deep model": (deep_body("model"), JSON),
+    "deep tools": (deep_body("tools"), JSON),
+    "deep stream": (deep_body("stream"), JSON),
+    "deep response_format": (deep_body("response_format"), JSON),
+    "prompt a little too deep": (deep_body("prompt"), JSON),
     "an empty object": (b"{}", "invalid_custom_id"),
     "custom_id missing": (line(custom_id=...), "invalid_custom_id"),
     "custom_id empty": (line(custom_id=""), "invalid_custom_id"),
@@ -104,6 +128,8 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "model missing": (body(model=...), "invalid_model"),
     "model empty": (body(model=""), "invalid_model"),
     "model a number": (body(model=3), "invalid_model"),
+    "model enormous": (body(model="x" * 10**6), "invalid_model"),
+    "model long and unknown": (body(model="\u202e" * 4096), "model_not_found"),
     "model unknown": (body(model="gpt-none"), "model_not_found"),
     "prompt missing": (body(prompt=...), "invalid_body"),
     "prompt null": (body(prompt=None), "invalid_body"),
@@ -131,6 +157,7 @@ UNUSUAL: dict[str, bytes] = {
     "stream null": body(stream=None),
     "a rid of its own": body(rid="batch_req_0"),
     "an integer beyond 64 bits": body(seed="x").replace(b'"x"', b"123456789012345678901234567890"),
+    "an absurd number of tokens": body(max_tokens=2**64 - 1),
     "every kind of letter": line(custom_id="ключ-鍵-🔑-é", body=BODY | {"prompt": "字" * 1000}),
     "custom_id of 64 letters": line(custom_id="鍵" * 64),
     "custom_id like a path": line(custom_id="../../etc/passwd"),

@@ -95,6 +95,34 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -
         check_job_file(tmp_path)
 
 
+@pytest.mark.parametrize("url", lines.URLS)
+def test_the_deepest_line_that_may_be_has_its_place_in_the_order(path: Path, url: str) -> None:
+    raw = orjson.dumps(
+        {"custom_id": "a", "method": "POST", "url": url}
+        | {
+            "body": {"model": "m", "tools": "DEEP", "lora_path": "DEEP"}
+            | {lines.INPUT_FIELDS[url]: "DEEP"}
+        }
+    )
+    levels = lines.MAX_DEPTH - 2
+    path.write_bytes(raw.replace(b'"DEEP"', b"[" * levels + b"]" * levels))
+    job = check_job_file(path)
+    assert [entry.custom_id for entry in job.entries] == ["a"]
+    path.write_bytes(b"\n" + raw.replace(b'"DEEP"', b"[" * (levels + 1) + b"]" * (levels + 1)))
+    problems = check_job_file(path).problems
+    assert [(problem.line_number, problem.code) for problem in problems] == [
+        (2, "invalid_json_line")
+    ]
+
+
+def test_what_a_user_wrote_is_shortened_in_messages(path: Path) -> None:
+    odd = "\u202e" * 64
+    path.write_bytes(b"\n".join([line(odd, model="\n" * 4096), line(odd)]))
+    job = check_job_file(path).restrict_models([f"model-{index}" for index in range(1000)])
+    assert [problem.code for problem in job.problems] == ["model_not_found", "duplicate_custom_id"]
+    assert all(len(problem.message) < 400 for problem in job.problems)
+
+
 def test_unknown_models_become_problems_in_line_order(path: Path) -> None:
     path.write_bytes(b"\n".join([line("a", model="x"), b"{", line("b"), line("c", model="y")]))
     job = check_job_file(path).restrict_models(["m", "n"])

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.batches.lines import URLS, BatchLine, LineError, parse_line
+from echo_sgl.batches.line_engine import request_head
+from echo_sgl.batches.lines import MAX_DEPTH, URLS, BatchLine, LineError, parse_line
 
 CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -62,6 +63,7 @@ BAD_LINES = [
     (body(model=...), "invalid_model", "body.model is missing; it must name a model"),
     (body(model=""), "invalid_model", 'body.model is ""'),
     (body(model=3), "invalid_model", "body.model is 3"),
+    (body(model="x" * 4097), "invalid_model", "4097 characters; at most 4096"),
     (body(stream=True), "invalid_stream", "body.stream is true; a batch line cannot stream"),
     (body(stream=1), "invalid_stream", "body.stream is 1"),
     (body(stream="no"), "invalid_stream", "a batch line cannot stream"),
@@ -107,6 +109,27 @@ def test_a_long_value_is_shown_shortened() -> None:
     with pytest.raises(LineError) as caught:
         parse_line(line(url="/v1/" + "x" * 10_000))
     assert len(str(caught.value)) < 300
+
+
+def nested(num_levels: int) -> Any:
+    value: Any = []
+    for _ in range(num_levels - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("field", ["custom_id", "method", "url", "extra"])
+def test_a_line_that_could_not_be_written_again_is_refused(field: str) -> None:
+    raw = line(**{field: "DEEP"}).replace(b'"DEEP"', b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    with pytest.raises(LineError, match=f"nested deeper than {MAX_DEPTH} levels") as caught:
+        parse_line(raw)
+    assert caught.value.code == "invalid_json_line"
+
+
+def test_a_line_that_is_as_deep_as_may_be_can_be_sent() -> None:
+    raw = body(response_format=nested(MAX_DEPTH - 2))
+    sent = orjson.loads(request_head(parse_line(raw)) + b"}")
+    assert sent["response_format"] == nested(MAX_DEPTH - 2)
 
 
 JSON = st.recursive(

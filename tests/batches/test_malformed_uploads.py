@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echo_sgl.batches.check_upload import CheckRules, report
+from echo_sgl.batches.check_upload import MAX_PROBLEMS_BYTES, CheckRules, report
 from echo_sgl.batches.lines import LineError, parse_line
 from echo_sgl.batches.prefix_order import prefix_key
 from echo_sgl.batches.uploads import clean_filename
 from eval.stub_server import MODEL
 from tests.batches.client import Stub, running_stub
-from tests.batches.malformed import GOOD, MALFORMED, NAMES, UNUSUAL
+from tests.batches.malformed import GOOD, MALFORMED, NAMES, UNUSUAL, line
 
 RULES = CheckRules("/v1/completions", [MODEL], 1000)
 
@@ -158,6 +158,17 @@ def test_any_bytes_are_a_usable_line_or_a_line_error(raw: bytes) -> None:
     except LineError as error:
         assert error.code
         assert str(error)
+
+
+def test_the_problems_that_are_kept_are_bounded_in_bytes_and_the_first_ones_come_first(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "upload.jsonl"
+    path.write_bytes(b"\n".join([line(method="🔑" * 10**5)] * 500))
+    found = orjson.loads(next(iter(report(path, RULES))))["problems"]
+    assert [problem["line"] for problem in found] == list(range(1, len(found) + 1))
+    assert len(found) > 50
+    assert len(orjson.dumps(found)) < MAX_PROBLEMS_BYTES + 1000
 
 
 VALUES = st.recursive(
