@@ -14,6 +14,7 @@ from echo_sgl.batches.lines import INPUT_FIELDS, BatchLine
 CHUNK_BYTES = 64
 BYTES_PER_TOKEN = 4
 DEFAULT_OUTPUT_TOKENS = 256
+MAX_OUTPUT_TOKENS = 10_000_000  # no context is longer; the engine refuses what asks for more
 _NAMESPACE_FIELDS = ("lora_path", "extra_key", "cache_salt")
 
 
@@ -52,7 +53,7 @@ def estimated_tokens(line: BatchLine, prompt_size_bytes: int) -> int:
             break
     else:
         limit = DEFAULT_OUTPUT_TOKENS
-    return prompt_size_bytes // BYTES_PER_TOKEN + 1 + limit
+    return prompt_size_bytes // BYTES_PER_TOKEN + 1 + min(limit, MAX_OUTPUT_TOKENS)
 
 
 def _namespace(line: BatchLine) -> bytes:

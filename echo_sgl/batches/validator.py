@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from echo_sgl.batches.check_upload import CheckRules
 from echo_sgl.batches.line_engine import LineEngine
 from echo_sgl.batches.store import batch_rows, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
-from echo_sgl.batches.validation import validate_batch
+from echo_sgl.batches.validation import NotOursError, Validation
+from echo_sgl.batches.window import backoff_s
 
 LOOK_INTERVAL_S = 0.25
+MAX_FAULTS = 3
+RETRY_BASE_S = 1.0
+RETRY_CAP_S = 30.0
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Trouble:
+    """Checks of a batch that broke off; `num_faults` of them would break off again."""
+
+    num_tries: int = 0
+    num_faults: int = 0
+    retry_at_s: float = 0.0
+
+
 class Validator:
-    """Takes batches from `validating` on. `ending` are numbers of batches that need no check."""
+    """Takes batches from `validating` on. `ending` are numbers of batches that need no check.
+
+    A batch whose check breaks off comes again later, and others go first. A store that fails
+    only delays it; with any other error it fails after `MAX_FAULTS`.
+    """
 
     def __init__(
         self,
@@ -41,6 +61,9 @@ class Validator:
         self._max_lines = max_lines
         self._on_checked = on_checked
         self._checking = ThreadPoolExecutor(1, "echo-validation")
+        self._held: int | None = None
+        self._troubles: dict[int, _Trouble] = {}
+        self._rng = random.Random()  # jitter only
         self.is_stopping = False
         self.ending: set[int] = set()
 
@@ -51,6 +74,7 @@ class Validator:
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     def close(self) -> None:
+        """Only after `run` ended, and its check with it: this waits for the thread."""
         self._checking.shutdown()
 
     async def _check_waiting(self) -> None:
@@ -59,32 +83,93 @@ class Validator:
             batch = await loop.run_in_executor(self._threads, self._claim)
             if batch is None:
                 return
-            is_wanted = partial(self._is_wanted, batch.number)
             try:
                 models = await self._engine.models()
                 rules = CheckRules(batch.endpoint, models, self._max_lines)
-                await loop.run_in_executor(
-                    self._checking, validate_batch, self._store, batch, rules, is_wanted
-                )
+                await safely(partial(self._check, batch, Validation(self._store, batch, rules)))
             finally:
-                await loop.run_in_executor(self._threads, self._release, batch)
+                await loop.run_in_executor(self._threads, self._release)
             self._on_checked()
+
+    async def _check(self, batch: BatchRow, validation: Validation) -> None:
+        try:
+            await self._finish(batch, validation)
+        except Exception as error:
+            trouble = self._troubles.setdefault(batch.number, _Trouble())
+            self._put_off(batch, trouble, error)
+            if trouble.num_faults >= MAX_FAULTS:
+                await asyncio.get_running_loop().run_in_executor(
+                    self._threads, _give_up, validation, error
+                )
+            raise
+
+    async def _finish(self, batch: BatchRow, validation: Validation) -> None:
+        """Run the check to its end, which comes at once when it is not wanted any more."""
+        loop = asyncio.get_running_loop()
+        ended = loop.run_in_executor(self._checking, validation.run)
+        try:
+            while not ended.done():
+                await asyncio.wait([ended], timeout=LOOK_INTERVAL_S)
+                if not self._is_wanted(batch.number):
+                    validation.stop()
+        except asyncio.CancelledError:
+            validation.stop()
+            await asyncio.wait([ended])
+            raise
+        ended.result()
 
     def _is_wanted(self, number: int) -> bool:
         return not self.is_stopping and number not in self.ending
 
+    def _put_off(self, batch: BatchRow, trouble: _Trouble, error: Exception) -> None:
+        delay_s = backoff_s(trouble.num_tries, self._rng, base_s=RETRY_BASE_S, cap_s=RETRY_CAP_S)
+        trouble.num_tries += 1
+        trouble.num_faults += not _is_passing(error)
+        trouble.retry_at_s = self._store.clock() + delay_s
+        logger.error("the check of %s broke off (try %d)", batch.id, trouble.num_tries)
+
     def _claim(self) -> BatchRow | None:
+        self._release()
         with self._store.database.read() as connection:
             rows = batch_rows.open_batches(connection)
-        if not any(row.status == "validating" for row in rows):
+        waiting = {row.number for row in rows if row.status == "validating"}
+        put_off = self._still_put_off(waiting)
+        if waiting <= put_off:
             return None
+        ours = self._store.server_id
         with self._store.database.write() as connection:
-            live = work.live_servers(connection, self._store.clock()) | {self._store.server_id}
-            return batch_rows.claim_batch(connection, self._store.server_id, live, ("validating",))
+            live = work.live_servers(connection, self._store.clock()) | {ours}
+            batch = batch_rows.claim_batch(connection, ours, live, ("validating",), but_not=put_off)
+            self._held = None if batch is None else batch.number
+        return batch
 
-    def _release(self, batch: BatchRow) -> None:
-        with self._store.database.write() as connection:
-            batch_rows.release_batch(connection, batch.number, self._store.server_id)
+    def _still_put_off(self, waiting: set[int]) -> set[int]:
+        now_s = self._store.clock()
+        self._troubles = {
+            number: trouble for number, trouble in self._troubles.items() if number in waiting
+        }
+        return {number for number, trouble in self._troubles.items() if trouble.retry_at_s > now_s}
+
+    def _release(self) -> None:
+        if self._held is not None:
+            with self._store.database.write() as connection:
+                batch_rows.release_batch(connection, self._held, self._store.server_id)
+            self._held = None
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether it is the store's trouble, as a full disk, and not what this file holds."""
+    is_store = isinstance(error, (SQLAlchemyError, OSError))
+    return is_store and not isinstance(error, (DataError, IntegrityError))
+
+
+def _give_up(validation: Validation, error: Exception) -> None:
+    message = (
+        f"the file could not be checked in {MAX_FAULTS} tries: an error of the server "
+        f"({type(error).__name__}), whose log says more. Create the batch again, or split the file"
+    )
+    with contextlib.suppress(NotOursError):
+        validation.fail("file_not_checked", message)
 
 
 async def safely(step: Callable[[], Awaitable[Any]]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, BatchLine
 from echo_sgl.batches.prefix_order import (
     CHUNK_BYTES,
+    MAX_OUTPUT_TOKENS,
     estimated_tokens,
     prefix_key,
     prompt_bytes,
@@ -96,3 +97,10 @@ def test_a_line_is_estimated_by_its_prompt_and_its_output_limit() -> None:
     assert estimated_tokens(line, len(prompt_bytes(line))) == 400 // 4 + 1 + 50
     newer = chat("", max_tokens=1, max_completion_tokens=70)
     assert estimated_tokens(newer, 0) == 71
+
+
+@pytest.mark.parametrize("limit", [MAX_OUTPUT_TOKENS, 2**63 - 1, 2**64 - 1])
+def test_an_absurd_output_limit_is_estimated_as_the_longest_one_that_any_engine_has(
+    limit: int,
+) -> None:
+    assert estimated_tokens(completion("", max_tokens=limit), 0) == MAX_OUTPUT_TOKENS + 1

@@ -10,7 +10,7 @@ A step is one transaction that looks at the state first, so that two of them can
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
@@ -78,11 +78,19 @@ def num_waiting_lines(connection: Connection) -> int:
     return sum(int(connection.execute(query).scalar_one()) for query in (known, unread))
 
 
+def try_hold(connection: Connection, number: int, owner: str) -> bool:
+    """Whether `owner` still has this batch to validate; then until the transaction ends."""
+    query = select(batches.c.number).where(
+        batches.c.number == number, batches.c.status == "validating", batches.c.owner == owner
+    )
+    return connection.execute(query.with_for_update()).first() is not None
+
+
 def fail_batch(
     connection: Connection, number: int, errors: Sequence[Mapping[str, Any]], now_s: float
 ) -> None:
     """validating -> failed, unless it was cancelled meanwhile."""
-    _step(
+    is_failed = _step(
         connection,
         number,
         ("validating",),
@@ -91,19 +99,25 @@ def fail_batch(
         failed_at_s=now_s,
         owner=None,
     )
-    connection.execute(delete(lines).where(lines.c.batch_number == number))
+    if is_failed:
+        connection.execute(delete(lines).where(lines.c.batch_number == number))
 
 
 def start_batch(
     connection: Connection, number: int, *, total: int, model: str | None, now_s: float
 ) -> None:
     """validating -> in_progress, unless it was cancelled meanwhile."""
-    connection.execute(
-        update(batches)
-        .where(batches.c.number == number)
-        .values(total=total, model=model, owner=None)
+    is_started = _step(
+        connection,
+        number,
+        ("validating",),
+        status="in_progress",
+        in_progress_at_s=now_s,
+        total=total,
+        model=model,
+        owner=None,
     )
-    if _step(connection, number, ("validating",), status="in_progress", in_progress_at_s=now_s):
+    if is_started:
         connection.execute(insert(ranges).values(batch_number=number, start=0, end=total))
 
 
@@ -208,16 +222,23 @@ def reopen_batch(connection: Connection, batch: BatchRow, now_s: float) -> None:
 
 
 def claim_batch(
-    connection: Connection, owner: str, live: set[str], statuses: Sequence[str]
+    connection: Connection,
+    owner: str,
+    live: set[str],
+    statuses: Sequence[str],
+    *,
+    but_not: Collection[int] = (),
 ) -> BatchRow | None:
-    """Take a batch in one of these states that no live server works on.
+    """Take the oldest batch in one of these states that no live server works on.
 
-    A batch that ends is free only when every server has let go of its lines.
+    `but_not` are numbers of batches that are left where they are. A batch that ends is free only
+    when every server has let go of its lines.
     """
     query = (
         select(batches)
         .where(
             batches.c.status.in_(statuses),
+            batches.c.number.not_in(but_not),
             or_(batches.c.owner.is_(None), batches.c.owner.not_in(live)),
             ~select(ranges.c.start)
             .where(ranges.c.batch_number == batches.c.number, ranges.c.owner.in_(live))

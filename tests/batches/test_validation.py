@@ -1,0 +1,375 @@
+"""Checking the file of a new batch: by one server at a time, never in another batch's way."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from openai.types import Batch
+from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
+
+from echo_sgl.batches import validation, validator
+from echo_sgl.batches.check_upload import CheckRules
+from echo_sgl.batches.store import batch_rows, work
+from echo_sgl.batches.store.job_store import JobStore
+from echo_sgl.batches.store.schema import lines
+from echo_sgl.batches.validation import Validation
+from echo_sgl.batches.validator import Validator
+from tests.batches.client import WAIT_S, Stub, job, until
+from tests.batches.client import line as job_line
+from tests.batches.rows import DAY_S, NOW_S, add_file, batch_of, line
+
+RULES = CheckRules("/v1/completions", ["m"], 100)
+ROW = b'[1,0,9,"a",5]\n'
+PROBLEM = {"code": "invalid_body", "message": "wrong", "param": None, "line": 1}
+OTHER = "server-other"
+
+
+def head(num_lines: int, problems: tuple[dict[str, Any], ...] = ()) -> bytes:
+    return orjson.dumps({"problems": problems, "models": ["m"], "num_lines": num_lines}) + b"\n"
+
+
+class SlowChecker:
+    """Stands in for the checker's process; it gives its output only when it is let go."""
+
+    def __init__(self, folder: Path, output: bytes) -> None:
+        self._go = folder / "go"
+        self._pid = folder / "pid"
+        self._output = folder / "output"
+        self._output.write_bytes(output)
+        self.command = (sys.executable, "-c", self._program)
+
+    @property
+    def _program(self) -> str:
+        return f"""if True:
+            import os, pathlib, sys, time
+            sys.stdin.read()
+            draft = pathlib.Path({str(self._pid)!r} + ".draft")
+            draft.write_text(str(os.getpid()))
+            draft.replace({str(self._pid)!r})
+            while not os.path.exists({str(self._go)!r}):
+                time.sleep(0.01)
+            sys.stdout.buffer.write(pathlib.Path({str(self._output)!r}).read_bytes())
+        """
+
+    @property
+    def is_there(self) -> bool:
+        return self._pid.exists()
+
+    @property
+    def is_running(self) -> bool:
+        return Path(f"/proc/{self._pid.read_text()}").exists()
+
+    def let_go(self) -> None:
+        self._go.touch()
+
+
+@pytest.fixture
+def slow_checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[SlowChecker] = []
+
+    def make(output: bytes = b"") -> SlowChecker:
+        folder = tmp_path / "checker"
+        folder.mkdir()
+        made.append(SlowChecker(folder, output))
+        monkeypatch.setattr(validation, "CHECKER", made[0].command)
+        return made[0]
+
+    yield make
+    for checker in made:
+        checker.let_go()
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validator, "RETRY_BASE_S", 0.01)
+
+
+def claimed(store: JobStore, owner: str | None = None) -> batch_rows.BatchRow:
+    """A batch that is to be validated by this server or another one."""
+    file = add_file(store, job_line("a"))
+    with store.database.write() as connection:
+        batch_rows.insert_batch(
+            connection,
+            tenant="one",
+            endpoint="/v1/completions",
+            input_file_id=file.id,
+            completion_window_s=DAY_S,
+            created_at_s=NOW_S,
+            expires_at_s=NOW_S + DAY_S,
+        )
+        found = batch_rows.claim_batch(connection, owner or store.server_id, set(), ("validating",))
+    assert found is not None
+    return found
+
+
+def num_lines(store: JobStore, number: int) -> int:
+    query = select(lines.c.position).where(lines.c.batch_number == number)
+    with store.database.read() as connection:
+        return len(connection.execute(query).all())
+
+
+def holds(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.01)
+
+
+OUTPUTS = {
+    "starts": head(0),
+    "puts lines in": head(1) + ROW,
+    "fails": head(0, (PROBLEM,)),
+    "breaks off": b"",
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+def test_who_was_taken_for_dead_while_it_checked_changes_nothing(
+    store: JobStore, slow_checker: Callable[[bytes], SlowChecker], output: bytes
+) -> None:
+    batch = claimed(store)
+    checker = slow_checker(output)
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(Validation(store, batch, RULES).run)
+        holds(lambda: checker.is_there)
+        with store.database.write() as connection:
+            taken = batch_rows.claim_batch(connection, OTHER, {OTHER}, ("validating",))
+            assert taken is not None
+            work.insert_lines(connection, batch.number, [line(7)])
+        checker.let_go()
+        ended.result()
+    found = batch_of(store, batch.number)
+    assert (found.status, found.owner, found.total, found.errors) == ("validating", OTHER, 0, None)
+    assert num_lines(store, batch.number) == 1
+
+
+def test_who_comes_back_after_another_server_took_over_deletes_no_lines(store: JobStore) -> None:
+    batch = claimed(store)
+    with store.database.write() as connection:
+        assert batch_rows.claim_batch(connection, OTHER, {OTHER}, ("validating",)) is not None
+        work.insert_lines(connection, batch.number, [line(0)])
+    Validation(store, batch, RULES).run()
+    assert num_lines(store, batch.number) == 1
+    with store.database.write() as connection:
+        batch_rows.start_batch(connection, batch.number, total=1, model="m", now_s=NOW_S)
+    Validation(store, batch, RULES).run()
+    assert num_lines(store, batch.number) == 1
+    assert batch_of(store, batch.number).status == "in_progress"
+
+
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+def test_a_batch_that_is_cancelled_while_it_is_checked_promises_no_line(
+    store: JobStore, slow_checker: Callable[[bytes], SlowChecker], output: bytes
+) -> None:
+    batch = claimed(store)
+    checker = slow_checker(output)
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(Validation(store, batch, RULES).run)
+        holds(lambda: checker.is_there)
+        with store.database.write() as connection:
+            batch_rows.cancel_batch(connection, batch.number, NOW_S)
+        checker.let_go()
+        ended.result()
+    found = batch_of(store, batch.number)
+    assert (found.status, found.total, found.errors) == ("cancelling", 0, None)
+    assert num_lines(store, batch.number) == 0
+
+
+def test_a_check_is_ended_with_its_process_from_another_thread(
+    store: JobStore, slow_checker: Callable[[], SlowChecker]
+) -> None:
+    batch = claimed(store)
+    checker = slow_checker()
+    check = Validation(store, batch, RULES)
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(check.run)
+        holds(lambda: checker.is_there)
+        check.stop()
+        ended.result()
+    assert not checker.is_running
+    check.stop()
+    check.run()
+    assert batch_of(store, batch.number).status == "validating"
+
+
+def test_a_checker_that_dies_at_once_fails_the_batch(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "CHECKER", (sys.executable, "-c", "raise SystemExit(1)"))
+    rules = CheckRules("/v1/completions", ["m" * 1000] * 1000, 100)  # more than a pipe holds
+    batch = claimed(store)
+    Validation(store, batch, rules).run()
+    found = batch_of(store, batch.number)
+    assert (found.status, found.errors[0]["code"]) == ("failed", "file_not_checked")
+
+
+def test_an_input_file_that_is_gone_is_said_to_be(live_sqlite: Any, tmp_path: Path) -> None:
+    async def life(stub: Stub) -> None:
+        file_id = await stub.upload(job(["hello"]))
+        (tmp_path / "state" / "files" / file_id).unlink()
+        batch = await stub.client.batches.create(
+            input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
+        )
+        assert error_of(await stub.ended(batch.id)) == "file_not_found"
+
+    live_sqlite(life)
+
+
+def test_a_cancel_ends_the_check_and_lets_the_next_batch_go_first(
+    live: Any, slow_checker: Callable[[], SlowChecker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = validation.CHECKER
+
+    async def life(stub: Stub) -> None:
+        checker = slow_checker()
+        batch = await stub.create(job(["hello"]))
+        await until(lambda: as_found(checker.is_there))
+        monkeypatch.setattr(validation, "CHECKER", real)
+        second = await stub.create(job(["hello"]))
+        await stub.client.batches.cancel(batch.id)
+        assert (await stub.ended(batch.id)).status == "cancelled"
+        assert not checker.is_running
+        assert (await stub.ended(second.id)).status == "completed"
+
+    live(life)
+
+
+def test_a_server_that_stops_ends_the_check_and_the_next_one_does_it(
+    live: Any, slow_checker: Callable[[], SlowChecker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = validation.CHECKER
+    created: list[Batch] = []
+    checker = slow_checker()
+
+    async def life(stub: Stub) -> None:
+        created.append(await stub.create(job(["hello"])))
+        await until(lambda: as_found(checker.is_there))
+
+    async def next_life(stub: Stub) -> None:
+        assert (await stub.ended(created[0].id)).status == "completed"
+
+    live(life)
+    assert not checker.is_running
+    monkeypatch.setattr(validation, "CHECKER", real)
+    live(next_life)
+
+
+def fail_for(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, times: int | None = None
+) -> list[int]:
+    """Let lines be refused by the database for the first batch that comes."""
+    insert = work.insert_lines
+    failed: list[int] = []
+
+    def refuse(connection: Any, number: int, rows: Any) -> None:
+        if number == (failed or [number])[0] and (times is None or len(failed) < times):
+            failed.append(number)
+            raise error
+        insert(connection, number, rows)
+
+    monkeypatch.setattr(work, "insert_lines", refuse)
+    return failed
+
+
+@pytest.mark.usefixtures("often")
+def test_a_batch_that_breaks_its_check_fails_after_a_few_tries_and_holds_up_no_other(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = fail_for(monkeypatch, OverflowError("too large to convert"))
+
+    async def life(stub: Stub) -> None:
+        poisoned, *others = [await stub.create(job(["hello"])) for _ in range(3)]
+        for batch in others:
+            assert (await stub.ended(batch.id)).status == "completed"
+        ended = await stub.ended(poisoned.id)
+        assert error_of(ended) == "file_not_checked"
+        assert ended.errors is not None
+        assert ended.errors.data is not None
+        assert "OverflowError" in str(ended.errors.data[0].message)
+
+    live(life)
+    assert len(failed) == validator.MAX_FAULTS
+
+
+def test_a_batch_that_waits_for_its_next_try_lets_others_go_first(
+    live_sqlite: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validator, "RETRY_BASE_S", 10_000.0)
+    monkeypatch.setattr(validator, "RETRY_CAP_S", 10_000.0)
+    failed = fail_for(monkeypatch, OverflowError("too large to convert"))
+
+    async def life(stub: Stub) -> None:
+        poisoned, *others = [await stub.create(job(["hello"])) for _ in range(3)]
+        for batch in others:
+            assert (await stub.ended(batch.id)).status == "completed"
+        assert (await stub.client.batches.retrieve(poisoned.id)).status == "validating"
+        await stub.client.batches.cancel(poisoned.id)
+        assert (await stub.ended(poisoned.id)).status == "cancelled"
+
+    live_sqlite(life)
+    assert len(failed) == 1
+
+
+@pytest.mark.usefixtures("often")
+def test_a_store_that_fails_for_a_while_only_delays_a_check(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OperationalError("INSERT", {}, OSError("the disk is full"))
+    failed = fail_for(monkeypatch, error, times=2 * validator.MAX_FAULTS)
+    release = batch_rows.release_batch
+    faults = iter([error] * 3)
+
+    def stumble(*given: Any) -> None:
+        if fault := next(faults, None):
+            raise fault
+        release(*given)
+
+    monkeypatch.setattr(batch_rows, "release_batch", stumble)
+
+    async def life(stub: Stub) -> None:
+        assert (await stub.ended((await stub.create(job(["hello"]))).id)).status == "completed"
+
+    live(life)
+    assert len(failed) == 2 * validator.MAX_FAULTS
+    assert next(faults, None) is None
+
+
+def test_a_claim_whose_answer_was_lost_is_let_go_again(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = Validator._claim
+    lost: list[int] = []
+
+    def lose(self: Validator) -> Any:
+        batch = claim(self)
+        if batch is not None and not lost:
+            lost.append(batch.number)
+            raise OSError("the connection was lost")
+        return batch
+
+    monkeypatch.setattr(Validator, "_claim", lose)
+
+    async def life(stub: Stub) -> None:
+        assert (await stub.ended((await stub.create(job(["hello"]))).id)).status == "completed"
+
+    live(life)
+    assert lost
+
+
+def error_of(batch: Batch) -> str | None:
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    return batch.errors.data[0].code
+
+
+async def as_found(value: bool) -> bool:
+    return value
