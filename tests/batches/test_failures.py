@@ -1,22 +1,23 @@
-"""What the machine does to the store: full disks, lost power, a clock that is set."""
+"""What the machine does to the store: full disks, a clock that is set."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types import Batch
 
-from echo_sgl.batches.clock import steady_clock
+from echo_sgl.batches import clock
+from echo_sgl.batches.clock import MAX_STEP_S
 from echo_sgl.batches.line_engine import AsgiEngine
 from echo_sgl.batches.replies import Reply
 from echo_sgl.batches.service import BatchService
@@ -178,67 +179,105 @@ def test_a_read_only_state_directory_is_refused_at_start(tmp_path: Path) -> None
         open_store(folder / "state")
 
 
-def test_what_was_not_synced_when_the_power_failed_was_never_promised(tmp_path: Path) -> None:
-    """The files as a disk would hold them: copied while the server runs, without its WAL index."""
+DAY_S = 86_400.0
+REAL_TIME = time.time
 
-    async def main() -> tuple[str, int]:
-        async with running_stub(tmp_path / "state", delay_s=0.005, window_lines=16) as stub:
-            batch = await stub.create(job([f"prompt {index}" for index in range(300)]))
-            found = await stub.until(
-                batch.id,
-                lambda batch: (
-                    batch.request_counts is not None and batch.request_counts.completed >= 60
-                ),
-            )
-            shutil.copytree(
-                tmp_path / "state", tmp_path / "after", ignore=shutil.ignore_patterns("*-shm")
-            )
-            assert found.request_counts is not None
-            return batch.id, found.request_counts.completed
 
-    async def after(batch_id: str, at_least: int) -> None:
-        wal = tmp_path / "after" / "jobs.sqlite3-wal"
-        with wal.open("ab") as file:
-            file.write(os.urandom(5000))  # a torn write that was on its way
-        async with running_stub(tmp_path / "after", delay_s=0.005) as stub:
-            batch = await stub.client.batches.retrieve(batch_id)
-            assert batch.request_counts is not None
-            assert batch.request_counts.completed >= at_least
-            ended = await stub.ended(batch_id)
-            assert len(await stub.records(ended.output_file_id)) == 300
-
-    asyncio.run(after(*asyncio.run(main())))
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the wall clock so many seconds ahead of what it really is."""
+    return lambda ahead_s: monkeypatch.setattr(time, "time", lambda: REAL_TIME() + ahead_s)
 
 
 def test_a_clock_that_is_set_expires_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, set_clock: Callable[[float], None]
 ) -> None:
-    real = time.time
-
     async def main() -> None:
-        async with running_stub(tmp_path, delay_s=0.01, window_lines=4) as stub:
+        async with running_stub(tmp_path, window_lines=4) as stub:
+            stub.model.opened.clear()
             batch = await stub.create(job(["hello"] * 100), window="1h")
             await stub.until(batch.id, lambda found: found.status == "in_progress")
             for days in (+400, -400):
-                with monkeypatch.context() as patch:
-                    patch.setattr(time, "time", lambda days=days: real() + days * 86_400)
-                    await asyncio.sleep(0.1)
-                    assert (await stub.client.batches.retrieve(batch.id)).status in (
-                        "in_progress",
-                        "finalizing",
-                        "completed",
-                    )
+                set_clock(days * DAY_S)
+                other = await stub.create(job(["slow"]))
+                await stub.client.batches.cancel(other.id)
+                await stub.ended(other.id)  # so the service has looked at all batches
+                assert (await stub.client.batches.retrieve(batch.id)).status == "in_progress"
+            stub.model.opened.set()
             assert (await stub.ended(batch.id)).status == "completed"
 
     asyncio.run(main())
 
 
-def test_the_clock_never_goes_behind_what_is_stored() -> None:
-    future_s = time.time() + 1000
-    clock = steady_clock(future_s)
-    first = clock()
-    assert first >= future_s
-    assert clock() >= first
+@pytest.mark.parametrize("days", [+400, -400])
+def test_a_clock_that_is_set_while_the_server_is_down_expires_nothing(
+    tmp_path: Path, days: int, set_clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def before() -> Batch:
+        async with running_stub(tmp_path) as stub:
+            stub.model.opened.clear()
+            return await stub.create(job(["hello"] * 20), window="1h")
+
+    async def after(batch: Batch) -> None:
+        async with running_stub(tmp_path) as stub:
+            ended = await stub.ended(batch.id)
+            assert ended.status == "completed"
+            assert len(await stub.records(ended.output_file_id)) == 20
+            assert (await stub.client.files.retrieve(batch.input_file_id)).id
+
+    batch = asyncio.run(before())
+    set_clock(days * DAY_S)
+    asyncio.run(after(batch))
+    assert ("the clock was set forward" if days > 0 else "has been used until") in caplog.text
+
+
+def test_a_batch_of_a_clock_that_was_wrong_holds_no_later_start_there(
+    tmp_path: Path, set_clock: Callable[[float], None]
+) -> None:
+    async def create() -> Batch:
+        async with running_stub(tmp_path) as stub:
+            return await stub.ended((await stub.create(job(["hello"]), window="1h")).id)
+
+    set_clock(400 * DAY_S)
+    wrong = asyncio.run(create())
+    set_clock(0)
+    right = asyncio.run(create())
+    assert wrong.created_at - right.created_at == pytest.approx(400 * DAY_S, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "is_same_boot", "last_stored_s", "expected_s"),
+    [
+        (5_100.0, True, 5_000.0, 5_100.0),
+        (5_000.0 + 2 * MAX_STEP_S, True, 5_000.0, 5_100.0),  # set forward: 100 s have passed
+        (5_000.0 + 2 * MAX_STEP_S, False, 5_000.0, 5_000.0 + 2 * MAX_STEP_S),  # or it was off
+        (4_000.0, False, 5_000.0, 5_000.0),
+        (5_100.0, False, 6_000.0 + MAX_STEP_S, 5_100.0),
+        (5_100.0, True, 6_000.0 + MAX_STEP_S, 5_100.0),
+    ],
+)
+def test_the_clock_starts_where_wall_store_and_last_start_agree(
+    tmp_path: Path, wall_s: float, is_same_boot: bool, last_stored_s: float, expected_s: float
+) -> None:
+    record = tmp_path / "clock"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: 5_000.0)
+        patch.setattr(clock, "since_boot_s", lambda: 70.0)
+        assert clock.steady_clock(record)() == 5_000.0
+        if not is_same_boot:
+            record.write_text(f"another {record.read_text().split(maxsplit=1)[1]}")
+        patch.setattr(time, "time", lambda: wall_s)
+        patch.setattr(clock, "since_boot_s", lambda: 170.0)
+        now_s = clock.steady_clock(record, last_stored_s)
+        assert now_s() == expected_s
+        patch.setattr(clock, "since_boot_s", lambda: 180.0)
+        assert now_s() == expected_s + 10.0
+
+
+@pytest.mark.parametrize("content", [b"", b"one two", b"a b c", b"\xff"])
+def test_a_damaged_record_of_the_clock_is_no_hindrance(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "clock").write_bytes(content)
+    assert clock.steady_clock(tmp_path / "clock")() == pytest.approx(time.time(), abs=1000)
 
 
 def test_a_client_that_goes_away_in_the_middle_leaves_nothing(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
+from echo_sgl.batches.clock import SharedClock
 from echo_sgl.errors import EchoError
 
 DATABASE_NAME = "jobs.sqlite3"
@@ -50,6 +52,12 @@ class Database:
         """One consistent view, which waits for no writer."""
         with self._engine.connect().execution_options(is_read=True) as connection:
             yield connection
+
+    def shared_clock(self) -> SharedClock:
+        """The clock of PostgreSQL, which transactions read again when it is time to."""
+        clock = SharedClock()
+        event.listen(self._engine, "begin", lambda begun: clock.keep(partial(_read_clock, begun)))
+        return clock
 
     def close(self) -> None:
         self._engine.dispose()
@@ -114,6 +122,11 @@ def _begin_sqlite(connection: Connection) -> None:
     # A reader that later writes could not wait for its turn: writers ask for it at once.
     is_read = connection.get_execution_options().get("is_read", False)
     connection.exec_driver_sql("BEGIN" if is_read else "BEGIN IMMEDIATE")
+
+
+def _read_clock(connection: Connection) -> float:
+    query = "SELECT extract(epoch FROM clock_timestamp())::float8"
+    return float(connection.exec_driver_sql(query).scalar_one())
 
 
 def _check_and_migrate(engine: Engine, shown: str) -> None:

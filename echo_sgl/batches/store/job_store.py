@@ -15,6 +15,7 @@ from echo_sgl.batches.store.blobs import Blobs, Draft, open_blobs
 from echo_sgl.batches.store.database import Database, StoreError, open_database
 
 LOCK_NAME = "lock"
+CLOCK_NAME = "clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,20 @@ def open_store(state_dir: Path, database_url: str | None = None) -> JobStore:
         lock.close()
         raise
     blobs, drafts_dir = open_blobs(state_dir, database)
+    clock = _clock(database, state_dir)
     with database.write() as connection:
         if not database.is_shared:
             work.forget_servers(connection)
         known = files.blob_ids(connection)
-        clock = steady_clock(work.last_seen_s(connection))
     blobs.sweep(known)
     return JobStore(database, blobs, drafts_dir, f"server-{secrets.token_hex(8)}", clock, lock)
+
+
+def _clock(database: Database, state_dir: Path) -> Clock:
+    if database.is_shared:
+        return database.shared_clock()
+    with database.read() as connection:
+        return steady_clock(state_dir / CLOCK_NAME, work.last_seen_s(connection))
 
 
 def _lock(state_dir: Path) -> BinaryIO:
