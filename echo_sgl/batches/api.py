@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import ClientDisconnect
 
-from echo_sgl.batches.api_errors import ApiError
+from echo_sgl.batches.api_errors import ApiError, wrong_key
 from echo_sgl.batches.documents import Batch, BatchList, DeletedFile, File, FileList, answers
 from echo_sgl.batches.request_bodies import UPLOAD_SCHEMA, CreateBatch, creation_schema
 from echo_sgl.batches.service import BatchService
@@ -72,8 +72,7 @@ def batch_router(service: BatchService, tenants: Tenants, threads: Executor) -> 
     def tenant_of(request: Request, _: Annotated[Any, Depends(_BEARER)]) -> str:
         tenant = tenants.of_header(request.headers.get("authorization"))
         if tenant is None:
-            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key")
+            raise wrong_key()
         return tenant
 
     router = APIRouter(prefix="/v1", route_class=EnvelopeRoute, tags=["batches"])
@@ -97,7 +96,7 @@ def _add_file_routes(router: APIRouter, service: BatchService, tenant_of: Any, r
             logger.exception("an upload could not be written")
             raise ApiError(503, "the server cannot store files now", code="storage") from error
         finally:
-            await run(draft.discard)
+            await run(service.end_upload, tenant, draft)
 
     @router.get("/files", responses=answers(FileList, 404))
     async def list_files(

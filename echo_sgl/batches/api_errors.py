@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from echo_sgl.errors import EchoError
 
+OUR_PATHS = ("/v1/files", "/v1/batches", "/echo/")
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -47,3 +52,59 @@ def not_found(kind: str, given: str, param: str) -> ApiError:
     """404; the same whether it does not exist or is another tenant's."""
     shown = given[:80].encode(errors="replace").decode()
     return ApiError(404, f"no {kind} has the id {shown!r}", code="not_found", param=param)
+
+
+def wrong_key() -> ApiError:
+    """401 for a key that is nobody's."""
+    message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+    return ApiError(401, message, code="invalid_api_key")
+
+
+class EnvelopedRefusals:
+    """ASGI around a server: a key that is refused before our routes is refused in OpenAI's form.
+
+    SGLang's middleware does so with `{"error": "Unauthorized"}`, in which OpenAI's clients and
+    ours find no message.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
+        is_ours = scope["type"] == "http" and scope["path"].startswith(OUR_PATHS)
+        await self._app(scope, receive, _Mended(send) if is_ours else send)
+
+
+class _Mended:
+    """Sends an answer on; one with 401 when it is whole, and in OpenAI's form."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 401:
+            self._start = message
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self._refuse(self._start)
+
+    async def _refuse(self, start: Message) -> None:
+        if not _has_envelope(self._body):
+            self._body = json.dumps(wrong_key().as_json()).encode()
+            length = str(len(self._body)).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+            start = {**start, "headers": headers}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": self._body})
+
+
+def _has_envelope(body: bytes) -> bool:
+    try:
+        return isinstance(json.loads(body)["error"], dict)
+    except (ValueError, KeyError, TypeError):
+        return False

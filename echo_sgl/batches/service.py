@@ -6,16 +6,16 @@ All methods block on the database; callers run them in a thread.
 from __future__ import annotations
 
 import re
-import threading
-from collections import defaultdict, deque
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from sqlalchemy import Connection
 
 from echo_sgl.batches.api_errors import ApiError, not_found
+from echo_sgl.batches.limits import Rate, UploadsUnderWay, check_storage
 from echo_sgl.batches.objects import HOUR_S, batch_object, file_object, page_object
-from echo_sgl.batches.store import batch_rows, files
+from echo_sgl.batches.store import batch_rows, bounds, files, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.blobs import Draft
 from echo_sgl.batches.store.files import FileRow
@@ -54,7 +54,9 @@ class BatchService:
         self.store = store
         self.config = config
         self._progress = progress
-        self._uploads = UploadRate(config.max_uploads_per_minute)
+        self._uploads = Rate(config.max_uploads_per_minute, "uploads")
+        self._creations = Rate(config.max_uploads_per_minute, "new batches")
+        self._under_way = UploadsUnderWay(config, store.new_draft)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -62,22 +64,18 @@ class BatchService:
         return self._progress.endpoints
 
     def admit_upload(self, tenant: str) -> Draft:
-        """Start an upload.
+        """Start an upload, to be ended by `end_upload`.
 
         Errors: `ApiError` 429 when the tenant's files, bytes or uploads are at their bound.
         """
-        self._uploads.admit(tenant, self.store.clock())
+        self._uploads.admit(tenant, time.monotonic())
         with self.store.database.read() as connection:
             num_files, num_bytes = files.count_files(connection, tenant)
-        if num_files >= self.config.max_files or num_bytes >= self.config.max_stored_bytes:
-            raise ApiError(
-                429,
-                f"{num_files:,} files with {num_bytes:,} bytes are stored for this key; allowed "
-                f"are {self.config.max_files:,} files and {self.config.max_stored_bytes:,} bytes. "
-                "Delete some",
-                code="storage_limit_reached",
-            )
-        return self.store.new_draft()
+        return self._under_way.begin(tenant, num_files, num_bytes)
+
+    def end_upload(self, tenant: str, draft: Draft) -> None:
+        """Forget an upload, whether it became a file or not."""
+        self._under_way.end(tenant, draft)
 
     def add_file(self, tenant: str, draft: Draft, upload: Upload) -> dict[str, Any]:
         """Make a whole upload a file."""
@@ -102,14 +100,20 @@ class BatchService:
             "expires_at_s": now_s + (lifetime_s or self.config.file_days * DAY_S),
             "source": "blob",
         }
-        self.store.blobs.keep(
-            draft, file_id, lambda connection: void(files.insert_file(connection, **values))
-        )
+
+        def register(connection: Connection) -> None:
+            bounds.lock_tenant(connection, tenant)
+            check_storage(self.config, *files.count_files(connection, tenant))
+            files.insert_file(connection, **values)
+
+        self.store.blobs.keep(draft, file_id, register)
         return self.get_file(tenant, file_id)
 
     def list_files(
         self, tenant: str, *, purpose: str | None, after: str | None, limit: int, order: str
     ) -> dict[str, Any]:
+        if purpose not in (None, *files.PURPOSES):
+            return page_object([], has_more=False)
         with self.store.database.read() as connection:
             found = files.list_files(
                 connection,
@@ -160,6 +164,7 @@ class BatchService:
 
         Errors: `ApiError` 400 or 404 for what is wrong, 429 when too many are open.
         """
+        self._creations.admit(tenant, time.monotonic())
         self._check_endpoint(endpoint)
         window_s = _window_s(completion_window)
         _check_metadata(metadata)
@@ -169,6 +174,8 @@ class BatchService:
         )
         now_s = self.store.clock()
         with self.store.database.write() as connection:
+            bounds.lock_tenant(connection, tenant)
+            bounds.forget_batches(connection, tenant, now_s - self.config.file_days * DAY_S)
             file = self._file(connection, tenant, input_file_id, param="input_file_id")
             if file.purpose != "batch":
                 raise ApiError(
@@ -236,6 +243,12 @@ class BatchService:
         def retry(connection: Connection, batch: BatchRow) -> None:
             if batch.status not in batch_rows.RETRYABLE:
                 raise _wrong_state(batch, "retried", ", ".join(batch_rows.RETRYABLE))
+            if not batch.total:
+                raise ApiError(
+                    409,
+                    f"{batch.id} ended before its file was checked, so there is no line to retry; "
+                    "create a new batch",
+                )
             if not batch.failed:
                 raise ApiError(409, f"all lines of {batch.id} are answered; nothing to retry")
             for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
@@ -250,6 +263,7 @@ class BatchService:
         self, tenant: str, batch_id: str, change: Callable[[Connection, BatchRow], None]
     ) -> dict[str, Any]:
         with self.store.database.write() as connection:
+            bounds.lock_tenant(connection, tenant)
             batch = self._batch(connection, tenant, batch_id, to_change=True)
             change(connection, batch)
             changed = batch_object(batch_rows.lock_batch(connection, batch.number))
@@ -296,11 +310,16 @@ class BatchService:
                 code="too_many_open_batches",
                 retry_after_s=60,
             )
+        _, num_bytes = files.count_files(connection, tenant)
+        check_storage(self.config, 0, num_bytes)
 
     def _check_feasible(self, connection: Connection, num_lines: int, window_s: int) -> None:
-        rate = self._progress.lines_per_s
-        if self.config.infeasible != "refuse" or not rate:
+        rate_each = self._progress.lines_per_s
+        if self.config.infeasible != "refuse" or not rate_each:
             return
+        # Other servers share what waits, and are taken to be as fast as this one.
+        num_servers = max(1, len(work.live_servers(connection, self.store.clock())))
+        rate = num_servers * rate_each
         num_waiting = batch_rows.num_waiting_lines(connection)
         needed_s = (num_waiting + num_lines) / rate
         if needed_s > window_s:
@@ -308,42 +327,11 @@ class BatchService:
                 400,
                 f"completion_window is {window_s // HOUR_S}h = {window_s:,} s, but {num_waiting:,} "
                 f"lines wait and up to {num_lines:,} come with this file: at the measured "
-                f"{rate:,.2f} lines/s that takes {needed_s:,.0f} s. Name a longer window, split "
-                "the file, or come back later",
+                f"{rate:,.2f} lines/s (servers: {num_servers}) that takes {needed_s:,.0f} s. Name "
+                "a longer window, split the file, or come back later",
                 code="window_infeasible",
                 param="completion_window",
             )
-
-
-class UploadRate:
-    """Bounds the uploads of each tenant in any minute."""
-
-    def __init__(self, max_per_minute: int) -> None:
-        self._max = max_per_minute
-        self._times: defaultdict[str, deque[float]] = defaultdict(deque)
-        self._turn = threading.Lock()
-
-    def admit(self, tenant: str, now_s: float) -> None:
-        """Count one upload.
-
-        Errors: `ApiError` 429 with the seconds to wait.
-        """
-        with self._turn:
-            times = self._times[tenant]
-            while times and times[0] <= now_s - 60:
-                times.popleft()
-            if len(times) >= self._max:
-                raise ApiError(
-                    429,
-                    f"more than {self._max} uploads in a minute; wait and send it again",
-                    code="rate_limit_exceeded",
-                    retry_after_s=int(times[0] + 61 - now_s),
-                )
-            times.append(now_s)
-
-
-def void(_: object) -> None:
-    """Drop a value."""
 
 
 def _wrong_state(batch: BatchRow, what: str, allowed: str) -> ApiError:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echo_sgl.batches.api_errors import EnvelopedRefusals
 from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 from echo_sgl.batches.tenants import FileTenants, KeysFileError, Tenants
 from echo_sgl.config import DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
@@ -26,6 +27,7 @@ def add_to_server(app: Any, server_args: Any, tokenizer_manager: Any) -> None:
     Errors: `EchoError` when the directory, its database or the keys file cannot be used.
     """
     global _progress, _tenants  # noqa: PLW0603 - SGLang's hooks are functions without an owner
+    envelop_refusals(app)
     state_dir = os.environ.get(STATE_DIR_ENV)
     if not state_dir:
         return
@@ -50,6 +52,16 @@ def add_to_server(app: Any, server_args: Any, tokenizer_manager: Any) -> None:
         _tenants,
         with_metrics=server_args.enable_metrics,
     )
+
+
+def envelop_refusals(app: Any) -> None:
+    """Answer wrong keys on our paths in OpenAI's form.
+
+    SGLang adds its check of keys after our hook, and so outside of any middleware that we add:
+    ours goes around all of them.
+    """
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: EnvelopedRefusals(build())
 
 
 def read_tenants(api_key: str | None) -> Tenants:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import orjson
 import pytest
 
 from echo_sgl.batches.tenants import Tenants
-from tests.batches.client import Stub, job
+from tests.batches.client import Stub, job, line
+from tests.cli.stubs import StubServer
 
 
 def test_the_routes_are_described_in_the_openapi_document(live_sqlite) -> None:
@@ -225,3 +228,72 @@ def test_bodies_that_are_no_json_or_too_long_are_refused(live_sqlite) -> None:
         assert orjson.loads(answer.content)["error"]["message"]
 
     live_sqlite(life)
+
+
+NUL = "%00"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (f"/v1/files?purpose={NUL}", 200),
+        ("/v1/files?purpose=fine-tune", 200),
+        (f"/v1/files?after={NUL}", 404),
+        (f"/v1/files/{NUL}", 404),
+        (f"/v1/files/{NUL}/content", 404),
+        (f"/v1/batches?after={NUL}", 404),
+        (f"/v1/batches/{NUL}", 404),
+    ],
+)
+def test_text_that_a_database_refuses_is_no_error_of_the_server(live, path, status) -> None:
+    async def life(stub: Stub) -> None:
+        await stub.upload(b"{}")
+        answer = await stub.http().get(path)
+        assert answer.status_code == status
+        assert status != 200 or answer.json()["data"] == []
+
+    live(life)
+
+
+def test_nul_characters_in_what_a_client_names_are_kept_or_refused(live) -> None:
+    async def life(stub: Stub) -> None:
+        file_id = await stub.upload(line("a\0b"), "na\0me")
+        batch = await stub.client.batches.create(
+            input_file_id=file_id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+            metadata={"key\0": "value\0"},
+        )
+        assert batch.metadata == {"key\0": "value\0"}
+        ended = await stub.ended(batch.id)
+        assert ended.status in ("failed", "completed")
+        assert ended.metadata == {"key\0": "value\0"}
+
+    live(life)
+
+
+@pytest.fixture
+def small_stub(tmp_path: Path) -> Iterator[StubServer]:
+    """A server on a socket, which takes one upload in a minute."""
+    (tmp_path / "echo.toml").write_text("[batches]\nmax_uploads_per_minute = 1\n")
+    options = ("--state-dir", str(tmp_path / "state"), "--config", str(tmp_path / "echo.toml"))
+    server = StubServer(tmp_path, *options, "--api-key", "the-operators-key")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("headers", [{}, {"Connection": "close"}])
+def test_who_sends_a_large_file_in_vain_gets_the_reason_over_a_socket(
+    small_stub: StubServer, headers: dict[str, str]
+) -> None:
+    def send(key: str, content: bytes) -> None:
+        options = {"max_retries": 0, "default_headers": headers}
+        with openai.OpenAI(api_key=key, base_url=f"{small_stub.url}/v1", **options) as client:
+            client.files.create(file=("jobs.jsonl", content), purpose="batch")
+
+    send("the-operators-key", b"{}")
+    with pytest.raises(openai.RateLimitError, match="1 uploads in a minute"):
+        send("the-operators-key", b"x" * 50_000_000)
+    with pytest.raises(openai.AuthenticationError):
+        send("a-wrong-key", b"x" * 50_000_000)

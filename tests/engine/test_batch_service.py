@@ -171,8 +171,9 @@ def test_keys_of_tenants_open_their_own_jobs_and_inference_but_no_administration
         bob.files.content(batch.input_file_id)
     assert [item.id for item in bob.batches.list()] == []
     assert bob.completions.create(model="tiny", prompt="hi", max_tokens=1).choices
-    with pytest.raises(openai.AuthenticationError):
+    with pytest.raises(openai.AuthenticationError) as caught:
         client_of(server, "wrong").batches.list()
+    assert caught.value.code == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         client_of(server, "wrong").models.list()
     for path in ("/flush_cache", "/abort_request", "/generate", "/echo/steps"):

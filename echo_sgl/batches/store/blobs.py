@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 from sqlalchemy import Connection, delete, insert, select
 
 from echo_sgl.batches.store.database import Database
-from echo_sgl.batches.store.schema import blob_chunks
+from echo_sgl.batches.store.schema import blob_chunks, files
 
 CHUNK_BYTES = 1024 * 1024
 _SAFE_ID = re.compile(r"file-[0-9a-f]{32}")
@@ -179,8 +179,12 @@ class DatabaseBlobs:
             connection.execute(delete(blob_chunks).where(blob_chunks.c.blob_id == blob_id))
 
     def sweep(self, known: set[str]) -> None:
+        """Other servers add blobs meanwhile: the row that a chunk came with is looked for anew."""
         for path in self._folder.iterdir():
             path.unlink(missing_ok=True)
+        has_row = select(files.c.id).where(files.c.id == blob_chunks.c.blob_id).exists()
+        with self._database.write() as connection:
+            connection.execute(delete(blob_chunks).where(~has_row))
 
     def _chunk(self, blob_id: str, number: int) -> bytes:
         query = select(blob_chunks.c.content).where(

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Row, Select, delete, func, insert, or_, selec
 from echo_sgl.batches.store.database import Database
 from echo_sgl.batches.store.schema import COMPLETED, FAILED, batches, files, lines
 
+PURPOSES = ("batch", "batch_output")
 OUTCOME_OF_SOURCE = {"completed": COMPLETED, "failed": FAILED}
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _SLICE_BYTES = 1_000_000
@@ -55,10 +56,14 @@ def list_files(
 
 
 def count_files(connection: Connection, tenant: str) -> tuple[int, int]:
-    """How many files a tenant has, and their bytes."""
+    """How many files a tenant has, and the bytes of them and of what open batches have answered."""
     counts = select(func.count(), func.coalesce(func.sum(files.c.num_bytes), 0))
     found = connection.execute(counts.where(files.c.tenant == tenant)).one()
-    return int(found[0]), int(found[1])
+    num_bytes = func.sum(batches.c.output_bytes + batches.c.error_bytes)
+    answered = select(func.coalesce(num_bytes, 0)).where(
+        batches.c.tenant == tenant, batches.c.status.in_(_OPEN)
+    )
+    return int(found[0]), int(found[1]) + int(connection.execute(answered).scalar_one())
 
 
 def open_batch_of(connection: Connection, file_id: str) -> str | None:
