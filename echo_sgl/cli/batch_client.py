@@ -77,9 +77,16 @@ class BatchClient:
         return self._call("POST", f"/v1/batches/{batch_id}/{action}")
 
     def find(self, key: str, value: str) -> dict[str, Any] | None:
-        """The newest batch with that metadata, among the latest hundred."""
-        found = self.list(100)["data"]
-        return next((item for item in found if (item["metadata"] or {}).get(key) == value), None)
+        """The newest batch with that metadata, of all that the server knows."""
+        after = None
+        while True:
+            page = self.list(100, after)
+            for item in page["data"]:
+                if (item["metadata"] or {}).get(key) == value:
+                    return dict(item)
+            if not page.get("has_more") or not page["data"]:
+                return None
+            after = page["data"][-1]["id"]
 
     def download(self, file_id: str | None, path: Path) -> None:
         """Write a file's content, whole or not at all; without a file, an empty one."""

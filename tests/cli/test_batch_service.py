@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from echo_sgl.cli.batch_client import BatchClient
 from eval.server import Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import completion_line, names, run_cli, wait_until, write_job
@@ -128,6 +129,26 @@ def test_run_that_is_interrupted_goes_on_with_the_same_batch(
     assert f"going on with {batch_id}" in second.stderr.readline()
     run_cli("batch", "cancel", batch_id, "--url", stub)
     assert second.wait(60) == 1
+
+
+def test_run_finds_its_batch_behind_pages_of_newer_ones(
+    stub: str, jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = BatchClient(stub, None)
+    pairs = {"key": "first"}
+    first = client.submit(jobs, endpoint="/v1/completions", window="1h", metadata=pairs)
+    for _ in range(3):
+        client.submit(jobs, endpoint="/v1/completions", window="1h", metadata={"key": "later"})
+    assert len(client.list(2)["data"]) == 2
+    list_page = BatchClient.list
+    monkeypatch.setattr(
+        BatchClient, "list", lambda self, limit, after=None: list_page(self, min(limit, 2), after)
+    )
+    found = client.find("key", "first")
+    assert found is not None
+    assert found["id"] == first["id"]
+    assert client.find("key", "none") is None
+    client.close()
 
 
 def test_run_does_not_write_over_what_it_did_not_make(
