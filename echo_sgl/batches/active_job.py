@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from echo_sgl.batches.fairness import JobLoad
 from echo_sgl.batches.line_engine import request_head
-from echo_sgl.batches.lines import LineError, parse_line
+from echo_sgl.batches.lines import parse_line
 from echo_sgl.batches.replies import (
     Reply,
     Verdict,
@@ -23,16 +24,29 @@ from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result, Span, WaitingLine
 from echo_sgl.batches.window import MAX_CRASHES
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """One claim of a range, and how many of its lines have no written result yet.
+
+    A range that another server took and gave back may be claimed again: that is another hold.
+    """
+
+    span: Span
+    num_left: int
+
 
 @dataclass(slots=True)
 class Line:
-    """A claimed line: `head` is its request without id, `span` the range it was claimed in."""
+    """A claimed line: `head` is its request without id, `hold` the claim that it came with."""
 
     position: int
     custom_id: str
     head: bytes
     tokens: int
-    span: Span
+    hold: Hold
     num_crashes: int = 0
     num_broken: int = 0
     num_refused: int = 0
@@ -52,16 +66,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one look into the store gave: lines to send, and results of unreadable ones."""
+    """What one look into the store gave: lines to send, and results of those that cannot be."""
 
-    span: Span
+    hold: Hold
     lines: Sequence[Line]
     results: Sequence[Result]
 
 
 @dataclass(slots=True)
 class ActiveJob:
-    """One open batch. `is_dropped` means: send nothing more; `is_aborted`: nor keep answers."""
+    """One open batch, whose `holds` are found by where their ranges start.
+
+    `is_dropped` means: send nothing more for now; `is_aborted`: never again, nor keep failures.
+    """
 
     number: int
     batch_id: str
@@ -72,7 +89,8 @@ class ActiveJob:
     lines_left: int
     pending: deque[Line] = field(default_factory=deque)
     in_flight: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    left_in_span: dict[Span, int] = field(default_factory=dict)
+    holds: dict[int, Hold] = field(default_factory=dict)
+    pending_bytes: int = 0
     tokens_in_flight: int = 0
     num_unrecorded: int = 0
     near: int | None = None
@@ -111,19 +129,44 @@ class ActiveJob:
         return 2 * len(self.pending) < window_lines
 
     def add(self, claim: Claim) -> None:
-        self.near = claim.span.end
-        self.left_in_span[claim.span] = len(claim.lines) + len(claim.results)
+        self.near = claim.hold.span.end
+        self.holds[claim.hold.span.start] = claim.hold
         self.pending.extend(claim.lines)
+        self.pending_bytes += sum(len(line.head) for line in claim.lines)
 
-    def count_done(self, spans: Iterable[Span]) -> list[Span]:
-        """Count one result in each given span; the spans that are done by it."""
-        done = []
-        for span in spans:
-            self.left_in_span[span] -= 1
-            if not self.left_in_span[span]:
-                del self.left_in_span[span]
-                done.append(span)
-        return done
+    def take_line(self) -> Line:
+        """The next line to send."""
+        line = self.pending.popleft()
+        self.pending_bytes -= len(line.head)
+        return line
+
+    def put_back(self, line: Line) -> None:
+        """Send a line again, before all others."""
+        self.pending.appendleft(line)
+        self.pending_bytes += len(line.head)
+
+    def forget_lines(self) -> None:
+        self.pending.clear()
+        self.pending_bytes = 0
+
+    def done_with(self, holds: Iterable[Hold]) -> list[Span]:
+        """Ranges that are done when one result more in each of these holds is written.
+
+        Not those of which another claim is held now: its lines are counted by themselves.
+        """
+        return [
+            hold.span
+            for hold, num_results in Counter(holds).items()
+            if hold.num_left == num_results and self.holds.get(hold.span.start) is hold
+        ]
+
+    def count_written(self, hold: Hold) -> None:
+        """The result of one line of `hold` is on disk."""
+        self.lines_left -= 1
+        self.num_unrecorded -= 1
+        hold.num_left -= 1
+        if not hold.num_left and self.holds.get(hold.span.start) is hold:
+            del self.holds[hold.span.start]
 
 
 def claim_lines(store: JobStore, job: ActiveJob, *, max_lines: int, max_bytes: int) -> Claim | None:
@@ -143,22 +186,17 @@ def claim_lines(store: JobStore, job: ActiveJob, *, max_lines: int, max_bytes: i
     if found is None:
         return None
     span, waiting = found
+    hold = Hold(span, len(waiting))
     try:
         contents = _contents(store, job, waiting)
+        pairs = zip(waiting, contents, strict=True)
+        prepared = [_prepare(item, content, hold) for item, content in pairs]
     except BaseException:
         with store.database.write() as connection:
             work.release_spans(connection, job.number, store.server_id, [span])
         raise
-    lines, results = [], []
-    for item, content in zip(waiting, contents, strict=True):
-        try:
-            if item.num_crashes < MAX_CRASHES:
-                lines.append(_line(item, content, span))
-            else:
-                results.append(_crashed(item))
-        except (LineError, ValueError):
-            results.append(_unreadable(item))
-    return Claim(span, lines, results)
+    lines = [item for item in prepared if isinstance(item, Line)]
+    return Claim(hold, lines, [item for item in prepared if isinstance(item, Result)])
 
 
 def _contents(store: JobStore, job: ActiveJob, waiting: Sequence[WaitingLine]) -> list[bytes]:
@@ -170,12 +208,23 @@ def _contents(store: JobStore, job: ActiveJob, waiting: Sequence[WaitingLine]) -
         return [b""] * len(waiting)
 
 
-def _line(item: WaitingLine, content: bytes, span: Span) -> Line:
+def _prepare(item: WaitingLine, content: bytes, hold: Hold) -> Line | Result:
+    """The line, or the result of one that is not to be sent or cannot be."""
+    try:
+        return _line(item, content, hold) if item.num_crashes < MAX_CRASHES else _crashed(item)
+    except ValueError:
+        return _unreadable(item)
+    except Exception as error:
+        logger.exception("line %s cannot be prepared for the engine", item.custom_id)
+        return fault_result(item.position, item.custom_id, error)
+
+
+def _line(item: WaitingLine, content: bytes, hold: Hold) -> Line:
     line = parse_line(content)
     if line.custom_id != item.custom_id:
         raise ValueError("another line stands there")
     head = request_head(line)
-    return Line(item.position, item.custom_id, head, item.tokens, span, item.num_crashes)
+    return Line(item.position, item.custom_id, head, item.tokens, hold, item.num_crashes)
 
 
 def _crashed(item: WaitingLine) -> Result:
@@ -186,3 +235,13 @@ def _unreadable(item: WaitingLine) -> Result:
     message = "the line cannot be read any more: the stored input file was damaged or removed"
     record = unanswered_record(item.custom_id, "input_damaged", message)
     return Result(item.position, is_ok=False, record=record)
+
+
+def fault_result(position: int, custom_id: str, error: Exception) -> Result:
+    """The result of a line on which the batch service itself failed; the log says more."""
+    message = (
+        f"an error of the batch service on this line ({type(error).__name__}); the server's log "
+        "says more. Retry the batch once it is mended"
+    )
+    record = unanswered_record(custom_id, "internal_error", message)
+    return Result(position, is_ok=False, record=record)

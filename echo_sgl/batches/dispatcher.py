@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -20,14 +20,15 @@ from typing import Any, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from echo_sgl.batches import ending
-from echo_sgl.batches.active_job import ActiveJob, Claim, Line, claim_lines
+from echo_sgl.batches.active_job import ActiveJob, Claim, Line, claim_lines, fault_result
 from echo_sgl.batches.fairness import choose_job
+from echo_sgl.batches.job_table import ABORT_GRACE_S, JobTable
+from echo_sgl.batches.lease import Lease
 from echo_sgl.batches.line_engine import LineEngine, with_rid
 from echo_sgl.batches.metrics import JobMetrics
 from echo_sgl.batches.recorder import Finished, RateMeter, Recorder
 from echo_sgl.batches.replies import Reply, Usage, Verdict, new_request_id
-from echo_sgl.batches.store import batch_rows, work
-from echo_sgl.batches.store.batch_rows import BatchRow
+from echo_sgl.batches.store import work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result
 from echo_sgl.batches.validator import Validator, safely
@@ -35,17 +36,12 @@ from echo_sgl.batches.window import SendLimit, backoff_s
 from echo_sgl.config import BatchesConfig
 
 LOOK_INTERVAL_S = 1.0
-LEASE_S = 30.0
-FOREVER_S = 1e12
 FILES_INTERVAL_S = 60.0
-MAX_ACTIVE_JOBS = 16
 MAX_CLAIM_BYTES = 4_000_000
+MAX_AHEAD_BYTES = 64_000_000  # of requests that wait for the window, beside one claim of each job
 REFUSED_BACKOFF_CAP_S = 10.0
-ABORT_TIMES_S = (0.0, 1.0, 3.0)  # an id is known to the engine only a while after it is sent
-ABORT_GRACE_S = 5.0
 DRAIN_S = 30.0
 NOTE_AGAIN_S = 1.0
-_EXPIRING = ("validating", "in_progress")
 _BATCH_ENDS = ("finalizing", "cancelling")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,20 +58,22 @@ class Dispatcher:
         self._engine = engine
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(4, "echo-batches")
-        self._jobs: dict[int, ActiveJob] = {}
+        self._table = JobTable(store, engine, self._threads)
         self._limit = SendLimit(config.window_lines, config.window_tokens)
         self._rng = random.Random()  # jitter only: lines must not come back in step
         self._rate = RateMeter()
         self._look = asyncio.Event()
+        self._ends = asyncio.Event()
+        self._lease = Lease(store)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._validator = Validator(
             store, engine, self._threads, max_lines=config.max_lines, on_checked=self._look.set
         )
+        self._ender = ending.Ender(store, output_days=config.file_days)
         self._recorder = Recorder(store, self._threads, self._after_recorded)
         self._tasks: list[asyncio.Task[None]] = []
         self._claims: set[asyncio.Task[None]] = set()
         self._is_stopping = False
-        self._next_lease_s = 0.0
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -94,20 +92,28 @@ class Dispatcher:
     def start(self) -> None:
         """Begin to work; call it on the event loop."""
         self._loop = asyncio.get_running_loop()
-        loops = (self._watch, self._validator.run, self._delete_files, self._recorder.run)
-        self._tasks = [asyncio.create_task(loop()) for loop in loops]
+        loops = (
+            self._watch,
+            self._end,
+            self._validator.run,
+            self._delete_files,
+            self._recorder.run,
+        )
+        steps = [self._lease.keep(), *(self._lease.once_held(loop) for loop in loops)]
+        self._tasks = [asyncio.create_task(step) for step in steps]
+        for task in self._tasks:
+            task.add_done_callback(self._stop_if_failed)
 
     def begin_stop(self) -> None:
         """Send nothing more, and end what is in the engine; its lines stay in the queue."""
         self._is_stopping = True
         self._validator.is_stopping = True
-        for job in list(self._jobs.values()):
-            self._drop(job, abort=True)
+        self._table.close()
 
     async def stop(self) -> None:
         """Stop in order: what is answered is recorded, all other lines wait for the next start."""
         self.begin_stop()
-        sends = [task for job in self._jobs.values() for task in job.in_flight.values()]
+        sends = [task for job in self._table.jobs.values() for task in job.in_flight.values()]
         if sends:
             await asyncio.wait(sends, timeout=ABORT_GRACE_S)
         for task in sends:
@@ -119,10 +125,22 @@ class Dispatcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for job in list(self._jobs.values()):
-            await self._let_go(job)
+        await self._table.let_go_all()
         self._threads.shutdown()
+        self._lease.close()
         self._validator.close()
+
+    def _stop_if_failed(self, task: asyncio.Task[None]) -> None:
+        """Without one of its tasks the service would only seem to work."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.critical(
+            "the batch service has stopped; start the server again. Others that share its "
+            "database take over its lines",
+            exc_info=error,
+        )
+        self._lease.let_lapse()
+        self.begin_stop()
 
     async def _run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         loop = asyncio.get_running_loop()
@@ -138,93 +156,50 @@ class Dispatcher:
                     await self._look.wait()
 
     async def _follow(self) -> None:
-        rows = await self._run(self._look_up)
+        rows = await self._table.follow(self._fleet_lines_per_s)
         self._metrics.show_batches(rows)
-        wanted = self._wanted(rows)
         self._validator.ending = {row.number for row in rows if row.status in _BATCH_ENDS}
-        for job in list(self._jobs.values()):
-            job.is_exhausted = False  # another server may have left lines
-            if job.number not in wanted:
-                status = next((row.status for row in rows if row.number == job.number), "gone")
-                self._drop(job, abort=status != "in_progress")
-            if job.is_dropped and job.is_idle:
-                await self._let_go(job)
-        for number, row in wanted.items():
-            if number not in self._jobs and not self._is_stopping and self._engine.is_ready():
-                self._jobs[number] = ActiveJob.of_row(row)
-        if any(row.status in _BATCH_ENDS for row in rows):
-            ended = await self._run(
-                ending.end_batches, self._store, output_days=self._config.file_days
-            )
-            if ended:
-                logger.info("%d batches ended", ended)
+        if self._validator.ending:
+            self._ends.set()
         self._fill()
         self._metrics.show_in_flight(self._limit.num_requests)
 
-    def _look_up(self) -> Sequence[BatchRow]:
-        """The open batches; renews the lease and expires what is over on the way."""
-        now_s = self._store.clock()
-        with self._store.database.read() as connection:
-            rows = batch_rows.open_batches(connection)
-        is_over = any(row.expires_at_s <= now_s and row.status in _EXPIRING for row in rows)
-        lease_s = LEASE_S if self._store.database.is_shared else FOREVER_S
-        if is_over or now_s >= self._next_lease_s:
-            with self._store.database.write() as connection:
-                work.renew_lease(connection, self._store.server_id, now_s + lease_s)
-                batch_rows.expire_batches(connection, now_s)
-                rows = batch_rows.open_batches(connection)
-            self._next_lease_s = now_s + lease_s / 5
-        return rows
-
-    def _wanted(self, rows: Sequence[BatchRow]) -> dict[int, BatchRow]:
-        """Batches to work on: not too many, so that what is claimed of them stays bounded."""
-        running = [row for row in rows if row.status == "in_progress" and row.paused_at_s is None]
-        running.sort(key=lambda row: (row.number not in self._jobs, row.expires_at_s, row.number))
-        return {row.number: row for row in running[:MAX_ACTIVE_JOBS]}
-
-    def _drop(self, job: ActiveJob, *, abort: bool) -> None:
-        job.is_dropped = True
-        job.pending.clear()
-        if abort and not job.is_aborted:
-            job.is_aborted = True
-            loop = asyncio.get_running_loop()
-            for rid, task in job.in_flight.items():
-                for delay_s in ABORT_TIMES_S:
-                    loop.call_later(delay_s, self._abort, rid, task)
-                loop.call_later(ABORT_GRACE_S, task.cancel)
-
-    def _abort(self, rid: str, task: asyncio.Task[None]) -> None:
-        if not task.done():
-            self._engine.abort(rid)
-
-    async def _let_go(self, job: ActiveJob) -> None:
-        """Give claimed ranges back; a paused or stopped batch goes on from there."""
-        self._jobs.pop(job.number, None)
-        await self._run(self._release, job)
-
-    def _release(self, job: ActiveJob) -> None:
-        with self._store.database.write() as connection:
-            batch_rows.lock_batch(connection, job.number)
-            work.release_spans(
-                connection, job.number, self._store.server_id, list(job.left_in_span)
-            )
+    @property
+    def _fleet_lines_per_s(self) -> float | None:
+        """As if all servers that share the database were as fast as this one."""
+        rate = self._rate.lines_per_s
+        return rate and rate * self._table.num_servers
 
     def _fill(self) -> None:
         """Send as many lines as the window takes; claim ahead for jobs that run low."""
         while not self._is_stopping:
-            ready = {job.number: job for job in self._jobs.values() if job.pending}
+            ready = {
+                job.number: job
+                for job in self._table.jobs.values()
+                if job.pending and not job.is_dropped
+            }
             if not ready:
                 break
             loads = [job.load for job in ready.values()]
-            chosen = choose_job(loads, self._store.clock(), self._rate.lines_per_s)
+            chosen = choose_job(loads, self._store.clock(), self._fleet_lines_per_s)
             job = ready[chosen.number]
             if not self._limit.fits(job.pending[0].tokens, job.pending[0].num_crashes):
                 break
-            self._send(job, job.pending.popleft())
-        for job in self._jobs.values():
-            is_low = job.is_low(self._config.window_lines)
-            if is_low and not (job.is_claiming or job.is_exhausted or job.is_dropped):
+            self._send(job, job.take_line())
+        for job in self._table.jobs.values():
+            if self._may_claim(job):
                 self._start_claim(job)
+
+    def _may_claim(self, job: ActiveJob) -> bool:
+        if job.is_claiming or job.is_exhausted or job.is_dropped:
+            return False
+        if not job.pending:
+            return True
+        ahead_bytes = sum(
+            job.pending_bytes + MAX_CLAIM_BYTES * job.is_claiming
+            for job in self._table.jobs.values()
+        )
+        return job.is_low(self._config.window_lines) and ahead_bytes < MAX_AHEAD_BYTES
 
     def _start_claim(self, job: ActiveJob) -> None:
         job.is_claiming = True
@@ -233,6 +208,7 @@ class Dispatcher:
         task.add_done_callback(self._claims.discard)
 
     async def _claim(self, job: ActiveJob) -> None:
+        claim: Claim | None = None
         try:
             claim = await self._run(
                 claim_lines,
@@ -243,22 +219,23 @@ class Dispatcher:
             )
         except (SQLAlchemyError, OSError) as error:
             logger.error("lines of %s cannot be claimed now: %s", job.batch_id, error)
-            return
+        except Exception:
+            logger.exception("lines of %s cannot be claimed now", job.batch_id)
         finally:
             job.is_claiming = False
-        job.is_exhausted = claim is None
+        job.is_exhausted = claim is None  # or cannot be claimed: until the next look
         if claim is not None:
             self._take_claim(job, claim)
             self._fill()
-        elif not job.in_flight:
-            self._look.set()  # it may just have come to its end
+        if job.is_dropped and job.is_idle:
+            self._look.set()
 
     def _take_claim(self, job: ActiveJob, claim: Claim) -> None:
         job.add(claim)
         for result in claim.results:
-            self._put(Finished(job, result, claim.span, None))
-        if job.is_dropped:
-            job.pending.clear()
+            self._put(Finished(job, result, claim.hold, None))
+        if job.is_aborted:
+            job.forget_lines()
 
     def _send(self, job: ActiveJob, line: Line) -> None:
         self._limit.take(line.tokens, line.num_crashes)
@@ -272,13 +249,17 @@ class Dispatcher:
         result: Result | None = None
         try:
             result = await self._try(job, line, rid)
+        except Exception as error:
+            logger.exception("line %s of %s failed in the service", line.custom_id, job.batch_id)
+            result = fault_result(line.position, line.custom_id, error)
         finally:
             del job.in_flight[rid]
             job.tokens_in_flight -= line.tokens
             if result is not None:
-                self._put(Finished(job, result, line.span, line))
+                self._put(Finished(job, result, line.hold, line))
             else:
                 self._limit.give(line.tokens, line.num_crashes)
+                self._count_lines(0)
                 if job.is_dropped and job.is_idle:
                     self._look.set()
 
@@ -345,23 +326,34 @@ class Dispatcher:
         asyncio.get_running_loop().call_later(delay_s, self._put_back, job, line)
 
     def _put_back(self, job: ActiveJob, line: Line) -> None:
-        if not job.is_dropped:
-            job.pending.appendleft(line)
-            self._fill()
+        job.put_back(line)
+        self._fill()
 
     def _after_recorded(self, group: list[Finished]) -> None:
         for item in group:
-            item.job.lines_left -= 1
-            item.job.num_unrecorded -= 1
             if item.sent is not None:
                 self._limit.give(item.sent.tokens, item.sent.num_crashes)
         self._metrics.count_lines(item.result.is_ok for item in group)
-        self._rate.add(len(group), time.monotonic(), is_busy=self._limit.num_requests > 0)
-        jobs = {item.job.number: item.job for item in group}
-        if any(job.lines_left <= 0 or job.is_dropped for job in jobs.values()):
+        self._count_lines(len(group))
+        if any(item.job.is_dropped or not item.job.holds for item in group):
             self._look.set()
         self._fill()
         self._metrics.show_in_flight(self._limit.num_requests)
+
+    def _count_lines(self, num_lines: int) -> None:
+        """Lines have given their places back, recorded or given up."""
+        self._rate.add(num_lines, time.monotonic(), is_busy=self._limit.num_requests > 0)
+
+    async def _end(self) -> None:
+        """End batches, beside all else: a large one takes a while."""
+        while True:
+            await self._ends.wait()
+            self._ends.clear()
+            await safely(self._end_batches)
+
+    async def _end_batches(self) -> None:
+        while not self._is_stopping and await self._run(self._ender.end_one):
+            logger.info("a batch has ended")
 
     async def _delete_files(self) -> None:
         while True:

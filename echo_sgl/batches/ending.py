@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from sqlalchemy import Connection
+
 from echo_sgl.batches.replies import unanswered_record
 from echo_sgl.batches.store import batch_rows, files, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result
 
+_ENDING = ("finalizing", "cancelling")
 _ROWS_EACH = 1000
 _REASONS = {
     "expired": ("batch_expired", "the completion window was over before this request was done"),
@@ -16,31 +19,43 @@ _REASONS = {
 }
 
 
-def end_batches(store: JobStore, *, output_days: float) -> int:
-    """End every batch that is to end and that nobody works on; how many. Blocks.
+class Ender:
+    """Ends batches that nobody works on; call it in one thread at a time.
 
     A crash on the way is harmless: lines get their records in groups, and the state changes with
     the files' rows in one last transaction.
     """
-    num_ended = 0
-    while True:
+
+    def __init__(self, store: JobStore, *, output_days: float) -> None:
+        self._store = store
+        self._output_days = output_days
+        self._number: int | None = None  # of the last batch
+
+    def end_one(self) -> bool:
+        """End the oldest batch that is to end; whether there was one. Blocks."""
+        store = self._store
         with store.database.write() as connection:
+            self._free_left(connection)
             live = work.live_servers(connection, store.clock()) | {store.server_id}
-            ends = ("finalizing", "cancelling")
-            batch = batch_rows.claim_batch(connection, store.server_id, live, ends)
+            batch = batch_rows.claim_batch(connection, store.server_id, live, _ENDING)
         if batch is None:
-            return num_ended
-        try:
-            _record_unanswered(store, batch)
-            with store.database.write() as connection:
-                batch_rows.finish_batch(
-                    connection, batch.number, store.clock(), output_days=output_days
-                )
-        except BaseException:
-            with store.database.write() as connection:
-                batch_rows.release_batch(connection, batch.number, store.server_id)
-            raise
-        num_ended += 1
+            return False
+        self._number = batch.number
+        _record_unanswered(store, batch)
+        with store.database.write() as connection:
+            batch_rows.finish_batch(
+                connection, batch.number, store.clock(), output_days=self._output_days
+            )
+        return True
+
+    def _free_left(self, connection: Connection) -> None:
+        """Let go of what is left from an end that broke off, even if only its claim was lost."""
+        owner = self._store.server_id
+        for row in batch_rows.open_batches(connection):
+            # This server may still check the file of a batch that never ran.
+            is_ours = row.in_progress_at_s is not None or row.number == self._number
+            if row.status in _ENDING and row.owner == owner and is_ours:
+                batch_rows.release_batch(connection, row.number, owner)
 
 
 def delete_expired_files(store: JobStore) -> None:

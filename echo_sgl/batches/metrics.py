@@ -13,6 +13,7 @@ from typing import Any
 from echo_sgl.batches.store.batch_rows import OPEN, BatchRow
 
 PAUSED = "paused"
+_PAUSABLE = ("validating", "in_progress")
 SHOWN_STATUSES = (*OPEN, PAUSED)
 OUTCOMES = ("answered", "failed")
 
@@ -54,7 +55,7 @@ class JobMetrics:
     def show_batches(self, rows: Iterable[BatchRow]) -> None:
         """Refresh what follows from the open batches; about once a second."""
         rows = list(rows)
-        counts = Tally(PAUSED if row.paused_at_s is not None else row.status for row in rows)
+        counts = Tally(PAUSED if _is_paused(row) else row.status for row in rows)
         for status in SHOWN_STATUSES:
             self._open.labels(status).set(counts[status])
         self._waiting.set(sum(row.total - row.completed - row.failed for row in rows))
@@ -67,6 +68,11 @@ class JobMetrics:
         counts = Tally(OUTCOMES[0] if is_ok else OUTCOMES[1] for is_ok in are_ok)
         for outcome, num_lines in counts.items():
             self._lines.labels(outcome).inc(num_lines)
+
+
+def _is_paused(row: BatchRow) -> bool:
+    """A batch that ends keeps its pause until it has ended, but waits for nobody."""
+    return row.paused_at_s is not None and row.status in _PAUSABLE
 
 
 class _NoJobMetrics(JobMetrics):

@@ -7,11 +7,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sqlalchemy.exc import SQLAlchemyError
+import orjson
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
-from echo_sgl.batches.active_job import ActiveJob, Line
+from echo_sgl.batches.active_job import ActiveJob, Hold, Line, fault_result
 from echo_sgl.batches.store import work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result, Span
@@ -30,7 +31,7 @@ class Finished:
 
     job: ActiveJob
     result: Result
-    span: Span
+    hold: Hold
     sent: Line | None
 
 
@@ -55,7 +56,7 @@ class RateMeter:
             self._last_s = now_s
 
     def add(self, num_lines: int, now_s: float, *, is_busy: bool) -> None:
-        """Lines were recorded; `is_busy` says whether more work is under way."""
+        """Lines were recorded, or given up; `is_busy` says whether more work is under way."""
         if self._last_s is not None:
             self._busy_s += now_s - self._last_s
         self._lines += num_lines
@@ -85,44 +86,86 @@ class Recorder:
         self._arrived.set()
 
     async def run(self) -> None:
-        """Record until cancelled. What cannot be written stays, and is tried again."""
-        while True:
-            await self._arrived.wait()
-            group, self._queue = self._queue[:MAX_GROUP], self._queue[MAX_GROUP:]
-            if not self._queue:
-                self._arrived.clear()
-            await self._write_until_done(group)
-            self._on_recorded(group)
-            if not self._queue:
-                self._empty.set()
+        """Record until cancelled. What cannot be written now stays, and is tried again.
+
+        Errors: whatever keeps even the note that a line failed from being written.
+        """
+        try:
+            while True:
+                await self._arrived.wait()
+                group, self._queue = self._queue[:MAX_GROUP], self._queue[MAX_GROUP:]
+                if not self._queue:
+                    self._arrived.clear()
+                self._tell(await self._record(group))
+                if not self._queue:
+                    self._empty.set()
+        finally:
+            self._empty.set()  # nobody is to wait for what will never be recorded
 
     async def drain(self) -> None:
-        """Return when all that was put is recorded."""
+        """Return when all that was put is recorded, or nothing is recorded any more."""
         await self._empty.wait()
 
+    def _tell(self, group: list[Finished]) -> None:
+        try:
+            self._on_recorded(group)
+        except Exception:
+            logger.exception("an error after %d lines were recorded; going on", len(group))
+
+    async def _record(self, group: list[Finished]) -> list[Finished]:
+        """What was written: the group, but of a line that cannot be, that it failed."""
+        try:
+            await self._write_until_done(group)
+            return group
+        except Exception:
+            logger.exception("results cannot be written together; now one by one")
+        return [await self._record_alone(item) for item in group]
+
+    async def _record_alone(self, item: Finished) -> Finished:
+        try:
+            await self._write_until_done([item])
+            return item
+        except Exception as error:
+            custom_id = orjson.loads(item.result.record)["custom_id"]
+            logger.exception("the result of line %s of %s fails", custom_id, item.job.batch_id)
+            result = fault_result(item.result.position, custom_id, error)
+        failed = replace(item, result=result)
+        await self._write_until_done([failed])
+        return failed
+
     async def _write_until_done(self, group: list[Finished]) -> None:
+        """Write results, however long the database cannot.
+
+        Errors: those that waiting does not mend.
+        """
         by_job: defaultdict[int, list[Finished]] = defaultdict(list)
         for item in group:
             by_job[item.job.number].append(item)
-        done = {
-            number: items[0].job.count_done(item.span for item in items)
-            for number, items in by_job.items()
-        }
         delay_s = 0.1
-        while True:
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._threads, self._write, by_job, done)
-                return
-            except (SQLAlchemyError, OSError) as error:
-                logger.error(
-                    "results cannot be written, next try in %.1f s; nothing new is sent until "
-                    "then: %s",
-                    delay_s,
-                    getattr(error, "orig", error),
-                )
+        while not await self._try_write(by_job, delay_s):
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_BACKOFF_S)
+        for item in group:
+            item.job.count_written(item.hold)
+
+    async def _try_write(self, by_job: dict[int, list[Finished]], delay_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        done = {
+            number: items[0].job.done_with(item.hold for item in items)
+            for number, items in by_job.items()
+        }
+        try:
+            await loop.run_in_executor(self._threads, self._write, by_job, done)
+        except DataError:
+            raise  # a value that the database does not take, now or later
+        except (SQLAlchemyError, OSError) as error:
+            logger.error(
+                "results cannot be written, next try in %.1f s; nothing new is sent until then: %s",
+                delay_s,
+                getattr(error, "orig", error),
+            )
+            return False
+        return True
 
     def _write(self, by_job: dict[int, list[Finished]], done: dict[int, list[Span]]) -> None:
         with self._store.database.write() as connection:

@@ -7,9 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, select, text
 
+from echo_sgl.batches.active_job import ActiveJob, Claim, claim_lines
+from echo_sgl.batches.clock import SharedClock
+from echo_sgl.batches.lease import LEASE_S
+from echo_sgl.batches.store import batch_rows, work
+from echo_sgl.batches.store.job_store import JobStore
+from echo_sgl.batches.store.schema import lines
 from tests.batches.client import job, running_stub, until
+from tests.batches.conftest import OpenStore
+from tests.batches.rows import add_batch
 
 
 def test_what_a_stopped_server_left_is_done_by_the_next(tmp_path: Path, database_url) -> None:
@@ -94,3 +102,52 @@ def test_what_a_dead_server_held_is_done_by_another_when_its_lease_ends(
             assert len(await stub.records(batch.output_file_id)) == 50
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("ahead_s", [+300.0, -300.0])
+def test_servers_whose_clocks_differ_by_minutes_take_nothing_from_each_other(
+    store_at: OpenStore,
+    database_url: str | None,
+    ahead_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if database_url is None:
+        pytest.skip("SQLite belongs to one server")
+    one = store_at("one")
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + ahead_s)
+        two = store_at("two")
+    number = add_batch(one, 8)
+    claims = [_claim(store, number) for store in (one, two, one, two)]
+    # The lines of `add_batch` cannot be read, so that they come as results.
+    claimed = [item.position for claim in claims if claim is not None for item in claim.results]
+    assert len(claimed) == len(set(claimed)) >= 7
+    with one.database.read() as connection:
+        crashes = connection.execute(select(lines.c.crashes)).scalars().all()
+    assert list(crashes) == [0] * 8
+    assert two.clock() == pytest.approx(one.clock(), abs=100)
+
+
+def _claim(store: JobStore, number: int) -> Claim | None:
+    """As a dispatcher does, whose lease is renewed before it claims."""
+    with store.database.write() as connection:
+        work.renew_lease(connection, store.server_id, store.clock() + LEASE_S)
+        active = ActiveJob.of_row(batch_rows.lock_batch(connection, number))
+    return claim_lines(store, active, max_lines=2, max_bytes=10**6)
+
+
+def test_a_shared_clock_follows_the_database_where_the_machine_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uptime_s, database_s = 50.0, 1_000_000.0
+    monkeypatch.setattr("echo_sgl.batches.clock.since_boot_s", lambda: uptime_s)
+    clock = SharedClock()
+    clock.keep(lambda: database_s)
+    assert clock() == database_s
+    uptime_s += 1.0
+    clock.keep(lambda: pytest.fail("it was just read"))
+    assert clock() == database_s + 1.0
+    uptime_s, database_s = uptime_s + 10.0, database_s + 500.0  # of which 489 s were not counted
+    clock.keep(lambda: database_s)
+    assert clock() == database_s

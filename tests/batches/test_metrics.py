@@ -66,3 +66,31 @@ def test_metrics_follow_batches_from_their_start_to_their_end(tmp_path: Path) ->
     assert quiet["echo_sgl_batch_lines_totalanswered"] == 60
     assert quiet["echo_sgl_batch_lines_totalfailed"] == 2
     assert quiet["echo_sgl_open_batchespaused"] == 1
+
+
+PAUSED_SCRIPT = """
+import json
+from types import SimpleNamespace
+from prometheus_client import REGISTRY
+from echo_sgl.batches.metrics import SHOWN_STATUSES, JobMetrics
+
+statuses = ("validating", "in_progress", "finalizing", "cancelling")
+lines = {"total": 5, "completed": 1, "failed": 1}
+rows = [SimpleNamespace(status=status, paused_at_s=9.0, **lines) for status in statuses]
+JobMetrics().show_batches(rows)
+name = "echo_sgl_open_batches"
+print(json.dumps({s: REGISTRY.get_sample_value(name, {"status": s}) for s in SHOWN_STATUSES}))
+"""
+
+
+def test_a_paused_batch_that_ends_counts_as_one_that_ends() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PAUSED_SCRIPT], check=True, capture_output=True, text=True
+    )
+    assert json.loads(result.stdout) == {
+        "validating": 0,
+        "in_progress": 0,
+        "finalizing": 1,
+        "cancelling": 1,
+        "paused": 2,
+    }

@@ -347,3 +347,9 @@ def _sums(results: Sequence[Result]) -> dict[str, int]:
         "output_tokens": sum(usage.generated_tokens for usage in usages),
         "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages),
     }
+
+
+def owned_ranges(connection: Connection, owner: str) -> Sequence[tuple[int, Span]]:
+    """Every range that a server has claimed, with the number of its batch."""
+    query = select(ranges).where(ranges.c.owner == owner)
+    return [(row.batch_number, Span(row.start, row.end)) for row in connection.execute(query)]

@@ -1,0 +1,56 @@
+"""Says in a shared database that this server is alive, whatever else keeps it busy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from echo_sgl.batches.store import work
+from echo_sgl.batches.store.job_store import JobStore
+from echo_sgl.batches.validator import safely
+
+LEASE_S = 30.0
+RENEW_S = LEASE_S / 5
+
+
+class Lease:
+    """Renewed in a thread of its own: who seems dead loses its ranges to other servers.
+
+    A private database needs none, because no other server looks at it.
+    """
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, "echo-lease")
+        self._is_held = asyncio.Event()
+        self._is_wanted = store.database.is_shared
+        if not store.database.is_shared:
+            self._is_held.set()
+
+    async def keep(self) -> None:
+        """Renew until cancelled, or not wanted any more."""
+        while self._is_wanted:
+            await safely(self._renew)
+            await asyncio.sleep(RENEW_S)
+
+    async def once_held(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Do a step, but claim nothing for a server that nobody knows to be alive."""
+        await self._is_held.wait()
+        await step()
+
+    def let_lapse(self) -> None:
+        """Renew it no more: other servers take over what this one has."""
+        self._is_wanted = False
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def _renew(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._write)
+        self._is_held.set()
+
+    def _write(self) -> None:
+        with self._store.database.write() as connection:
+            until_s = self._store.clock() + LEASE_S
+            work.renew_lease(connection, self._store.server_id, until_s)

@@ -1,0 +1,83 @@
+"""Faults to be provoked: lost connections, errors that come once, lines that do not end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi import Response
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import OperationalError
+
+from echo_sgl.batches.store import work
+from eval.stub_server import StubModel
+
+
+class HoldingModel(StubModel):
+    """Answers "hold" when it is `released` or aborted, and "huge" with a count beyond 64 bits."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.released = asyncio.Event()
+        self.num_held = 0
+
+    async def _reply(self, body: dict[str, Any], prompt: str, aborted: asyncio.Event) -> Any:
+        if prompt.startswith("hold"):
+            waits = [asyncio.create_task(event.wait()) for event in (aborted, self.released)]
+            self.num_held += 1
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self.num_held -= 1
+                for wait in waits:
+                    wait.cancel()
+        reply = await super()._reply(body, "slow" if aborted.is_set() else prompt, aborted)
+        if prompt == "huge":
+            content = bytes(reply.body).replace(b":10,", b":%d," % (2**64 - 1))
+            return Response(content, media_type="application/json")
+        return reply
+
+
+def connection_lost() -> OperationalError:
+    return OperationalError("made up", None, OSError("the connection is lost"))
+
+
+def failing_once(function: Callable[..., Any], fault: Exception) -> Callable[..., Any]:
+    faults = iter([fault])
+
+    def fail_once(*given: Any, **options: Any) -> Any:
+        if found := next(faults, None):
+            raise found
+        return function(*given, **options)
+
+    return fail_once
+
+
+def lose_connection(connection: Connection) -> None:
+    """As when the server of the database restarts."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+    raise connection_lost()
+
+
+def lose_first_release(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """The connection is lost when ranges are given back the first time."""
+    release, lost = work.release_spans, []
+
+    def fail_once(connection: Connection, *given: Any, is_done: bool = False) -> None:
+        if not is_done and not lost:
+            lost.append(connection)
+            lose_connection(connection)
+        release(connection, *given, is_done=is_done)
+
+    monkeypatch.setattr(work, "release_spans", fail_once)
+    return lost
+
+
+def async_(condition: Callable[[], bool]) -> Any:
+    async def holds() -> bool:
+        return condition()
+
+    return holds
