@@ -59,13 +59,15 @@ from eval.fidelity_report import (
     speed_factors,
     step_evidence,
 )
-from eval.records import read_records
+from eval.records import Record, read_records
 from eval.server import LOCAL, Server, ServerStartError
 from eval.slo import Slo
 from eval.workloads import WorkloadError
 
 NOTE_COLUMNS = (*BatchRow._fields, "start_s", "time_s")
 DEFAULT_ARMS = "echo,hygen,bs"
+# A figure is the median of so many, which differ in how the times of steps scatter.
+NUM_SIMULATIONS = 5
 # Of the server's own settings, what the simulator has, and what they are if nobody says.
 SETTINGS: dict[str, Any] = {
     "page_size": 1,
@@ -163,11 +165,18 @@ class Fidelity(Ablation):
             real = with_unfinished(read_records(path), prompts)
             came_s = steps.get("online_window_s", window_s)
             window = came_s if phase == "together" else None
-            simulated, _ = replay(config, real, prompts)
-            again = None
+            simulated = self._simulate(config, real, prompts)
+            again: list[list[Record]] = []
             if (known := evidence.get(phase)) is not None:
-                again, _ = replay(at_speed(config, known), real, prompts)
+                again = self._simulate(at_speed(config, known), real, prompts)
             yield from rows_of_phase(name, phase, real, simulated, window, again)
+
+    def _simulate(
+        self, config: ServerConfig, real: Sequence[Record], prompts: Prompts
+    ) -> list[list[Record]]:
+        """What came of the same requests when steps scattered in other ways."""
+        seeds = range(NUM_SIMULATIONS)
+        return [replay(dataclasses.replace(config, seed=s), real, prompts)[0] for s in seeds]
 
     def _profile_of(self, name: str, repetition: int) -> Profile:
         path = self._profile or self._profile_path(name, repetition)

@@ -24,8 +24,6 @@ from eval.summary import (
 )
 
 Tree = dict[str, Any]
-Values = Sequence[float | None]  # real, simulated, and simulated at the run's speed if it is known
-Figure = tuple[str, Values, float]  # its name, and its bound
 
 BOUNDS = {"tokens/s": 0.05, "hit ratio": 0.05, "p50": 0.10, "p99": 0.20}
 _YES = {True: "yes", False: "no", None: "-"}
@@ -85,49 +83,75 @@ def rows_of_phase(
     arm: str,
     phase: str,
     real: Sequence[Record],
-    sim: Sequence[Record],
+    sims: Sequence[Sequence[Record]],
     window_s: tuple[float, float] | None = None,
-    at_speed: Sequence[Record] | None = None,
+    at_speed: Sequence[Sequence[Record]] = (),
 ) -> Iterator[Row]:
-    """Online latencies, the job's speed and hits. `window_s`: when online requests came."""
-    runs = [real, sim] if at_speed is None else [real, sim, at_speed]
+    """Online latencies, the job's speed and hits. `window_s`: when online requests came.
+
+    Of several simulations, each figure's median is held against the real one.
+    """
     for task in Task:
-        stats = [class_stats(records, task) for records in runs]
-        if not stats[0]["requests"]:
+        measured = figures_of(real, task, window_s, is_streamed=_is_streamed(real))
+        simulated, again = (
+            [figures_of(one, task, window_s, is_streamed=_is_streamed(real)) for one in runs]
+            for runs in (sims, at_speed)
+        )
+        if not measured:
             continue
-        figures = _latencies(stats)
-        if task is Task.OFFLINE:
-            figures = [("tokens/s", _speeds(runs, window_s), BOUNDS["tokens/s"])]
-        if (stats[0]["hit_ratio"] or 0.0) >= LEAST_HIT_RATIO:
-            figures.append(("hit ratio", [one["hit_ratio"] for one in stats], BOUNDS["hit ratio"]))
-        for figure, (measured, simulated, *more), bound in figures:
-            yield Row(arm, phase, task, figure, measured, simulated, bound, *more)
+        if (measured.get("hit ratio") or 0.0) < LEAST_HIT_RATIO:
+            measured.pop("hit ratio", None)
+        for figure, value in measured.items():
+            sim, sim_at_speed = (_median(runs, figure) for runs in (simulated, again))
+            yield Row(arm, phase, task, figure, value, sim, bound_of(figure), sim_at_speed)
 
 
-def _latencies(stats: Sequence[Tree]) -> list[Figure]:
-    return [
-        (f"{metric.upper()} {point} ms", [one[f"{metric}_ms"][point] for one in stats], bound)
+def bound_of(figure: str) -> float:
+    """The largest share that real and simulated may differ by."""
+    return next(bound for name, bound in BOUNDS.items() if name in figure)
+
+
+def figures_of(
+    records: Sequence[Record],
+    task: Task,
+    window_s: tuple[float, float] | None,
+    *,
+    is_streamed: bool,
+) -> dict[str, float | None]:
+    """The figures of one class in one run; empty where none of its requests came."""
+    stats = class_stats(records, task)
+    if not stats["requests"]:
+        return {}
+    if task is Task.OFFLINE:
+        speed = _speed(records, window_s, is_streamed=is_streamed)
+        return {"tokens/s": speed, "hit ratio": stats["hit_ratio"]}
+    latencies = {
+        f"{metric.upper()} {point} ms": stats[f"{metric}_ms"][point]
         for metric in ("ttft", "tpot")
-        for point, bound in BOUNDS.items()
-        if point.startswith("p")
-    ]
+        for point in ("p50", "p99")
+    }
+    return {**latencies, "hit ratio": stats["hit_ratio"]}
 
 
-def _speeds(runs: Sequence[Sequence[Record]], window_s: tuple[float, float] | None) -> list[float]:
-    """The job's tokens a second in each run, as they came if the real answers were streamed."""
-    if not any(one.task is Task.OFFLINE and one.first_token_s is not None for one in runs[0]):
-        windows = [
-            steady_window(records) if window_s is None else harvest_window(records, *window_s)
-            for records in runs
-        ]
-        return [
-            tokens_per_s(records, *window) for records, window in zip(runs, windows, strict=True)
-        ]
-    last_s = max(one.end_s or 0.0 for one in runs[0])
+def _median(runs: Sequence[dict[str, float | None]], figure: str) -> float | None:
+    values = [value for run in runs if (value := run.get(figure)) is not None]
+    return float(np.median(values)) if values else None
+
+
+def _is_streamed(records: Sequence[Record]) -> bool:
+    return any(one.task is Task.OFFLINE and one.first_token_s is not None for one in records)
+
+
+def _speed(
+    records: Sequence[Record], window_s: tuple[float, float] | None, *, is_streamed: bool
+) -> float:
+    """The job's tokens a second, as they came if the real answers were streamed."""
+    if not is_streamed:
+        window = steady_window(records) if window_s is None else harvest_window(records, *window_s)
+        return tokens_per_s(records, *window)
+    last_s = max(one.end_s or 0.0 for one in records)
     start_s, end_s = window_s or (STEADY_CUT * last_s, (1.0 - STEADY_CUT) * last_s)
-    return [
-        streamed_tokens_per_s(records, *harvest_window(records, start_s, end_s)) for records in runs
-    ]
+    return streamed_tokens_per_s(records, *harvest_window(records, start_s, end_s))
 
 
 def step_evidence(profile: Profile, notes: Sequence[Tree]) -> Tree:
@@ -196,7 +220,9 @@ def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tr
         "  profile: the model of its steps, their scatter, and the host's time around them",
         "- `at speed`: simulated again with steps (by kind) and the host's time between them as",
         "  many times longer as they were in that phase; what differs then is the simulator's part",
-        "- tokens/s: of the job, as they came to its client; a prompt comes with its first token",
+        "- a simulated figure is the median of several, which differ in how steps' times scatter",
+        "- tokens/s: of the job, where answers were streamed as they came to its client: a prompt",
+        "  comes with its first token",
         f"- kept: {sum(kept)} of {len(kept)} figures; at speed {sum(at_speed)} of {len(at_speed)}",
         "",
         "| arm | phase | class | figure | real | simulated | difference | bound | kept "

@@ -119,7 +119,7 @@ def test_the_jobs_speed_is_taken_as_its_tokens_came_where_answers_were_streamed(
         one.end(Status.CANCELLED, 10.0)
         return [one]
 
-    [row] = rows_of_phase("echo", "offline-alone", job(10.0), job(9.0))
+    [row] = rows_of_phase("echo", "offline-alone", job(10.0), [job(9.0)])
     assert row.figure == "tokens/s"
     assert row.real == pytest.approx((91 + 10 * 7 / 8) / 8)  # from 1 s to 9 s
     assert row.sim == pytest.approx(101 / 8)
@@ -139,7 +139,7 @@ def answered(ttft_s: float, gap_s: float, count: int) -> list[Record]:
 
 def test_rows_are_kept_within_their_bound_and_bad_ones_have_a_cause() -> None:
     real, sim = answered(0.1, 0.010, 20), answered(0.115, 0.0105, 20)
-    rows = {one.figure: one for one in rows_of_phase("echo", "online-alone", real, sim)}
+    rows = {one.figure: one for one in rows_of_phase("echo", "online-alone", real, [sim])}
     assert set(rows) == {"TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms"}
     assert rows["TTFT p50 ms"].difference == pytest.approx(0.15)
     assert rows["TTFT p50 ms"].is_kept is False
@@ -148,9 +148,10 @@ def test_rows_are_kept_within_their_bound_and_bad_ones_have_a_cause() -> None:
     assert "no steps were kept" in cause_of(rows["TTFT p50 ms"], None)
     slow = {"device_over_profile": 0.8}
     assert "differ" in cause_of(rows["TTFT p50 ms"], slow)
+    at_speed = [answered(ttft_s, 0.02, 20) for ttft_s in (0.1, 0.02, 0.9)]
     again = {
         one.figure: one
-        for one in rows_of_phase("echo", "online-alone", real, sim, None, answered(0.1, 0.02, 20))
+        for one in rows_of_phase("echo", "online-alone", real, [sim], None, at_speed)
     }
     assert again["TTFT p50 ms"].difference_at_speed == pytest.approx(0.0)
     assert cause_of(again["TTFT p50 ms"], slow) == "steps took 0.80 x what the profile says"
