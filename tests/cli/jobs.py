@@ -70,12 +70,12 @@ def start_cli(*args: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"COLUMNS": "200"},
-        # A shell that puts the suite into the background lets its children ignore Ctrl-C.
-        preexec_fn=_heed_interrupts,  # noqa: PLW1509
+        preexec_fn=heed_interrupts,  # noqa: PLW1509
     )
 
 
-def _heed_interrupts() -> None:
+def heed_interrupts() -> None:
+    """A shell that puts the suite into the background lets its children ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

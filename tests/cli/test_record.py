@@ -28,6 +28,7 @@ from echo_sgl.cli.server_route import ServerRouteError
 from echo_sgl.engine.recording import COLUMNS
 from echo_sgl.sim.trace_files import read_trace_file
 from echo_sgl.types import Task
+from tests.cli.jobs import heed_interrupts
 
 OLD = [3.0, 10, 0, 2, "online", [9]]
 ROWS = [
@@ -125,7 +126,8 @@ def test_what_was_recorded_before_the_end_is_a_recording(
 ) -> None:
     Handler.hangs_from = 3
     output = tmp_path / "recording.jsonl"
-    with subprocess.Popen([*COMMAND, *arguments(url, output, seconds=600)]) as process:
+    command = [*COMMAND, *arguments(url, output, seconds=600)]
+    with subprocess.Popen(command, preexec_fn=heed_interrupts) as process:  # noqa: PLW1509
         end_s = time.monotonic() + 60
         while len(Handler.questions) < 3 and time.monotonic() < end_s:
             time.sleep(0.05)
