@@ -6,18 +6,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from openai.types import Batch
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import OperationalError
 
 from echo_sgl.batches import validation, validator
 from echo_sgl.batches.check_upload import CheckRules
 from echo_sgl.batches.store import batch_rows, work
+from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import lines
 from echo_sgl.batches.validation import Validation
@@ -123,6 +125,18 @@ def holds(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@contextmanager
+def while_checking(store: JobStore, batch: BatchRow, checker: SlowChecker) -> Iterator[Connection]:
+    """A transaction of somebody else in the middle of a check, which then goes on to its end."""
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(Validation(store, batch, RULES).run)
+        holds(lambda: checker.is_there)
+        with store.database.write() as connection:
+            yield connection
+        checker.let_go()
+        ended.result()
+
+
 OUTPUTS = {
     "starts": head(0),
     "puts lines in": head(1) + ROW,
@@ -136,16 +150,10 @@ def test_who_was_taken_for_dead_while_it_checked_changes_nothing(
     store: JobStore, slow_checker: Callable[[bytes], SlowChecker], output: bytes
 ) -> None:
     batch = claimed(store)
-    checker = slow_checker(output)
-    with ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(Validation(store, batch, RULES).run)
-        holds(lambda: checker.is_there)
-        with store.database.write() as connection:
-            taken = batch_rows.claim_batch(connection, OTHER, {OTHER}, ("validating",))
-            assert taken is not None
-            work.insert_lines(connection, batch.number, [line(7)])
-        checker.let_go()
-        ended.result()
+    with while_checking(store, batch, slow_checker(output)) as connection:
+        taken = batch_rows.claim_batch(connection, OTHER, {OTHER}, ("validating",))
+        assert taken is not None
+        work.insert_lines(connection, batch.number, [line(7)])
     found = batch_of(store, batch.number)
     assert (found.status, found.owner, found.total, found.errors) == ("validating", OTHER, 0, None)
     assert num_lines(store, batch.number) == 1
@@ -170,14 +178,8 @@ def test_a_batch_that_is_cancelled_while_it_is_checked_promises_no_line(
     store: JobStore, slow_checker: Callable[[bytes], SlowChecker], output: bytes
 ) -> None:
     batch = claimed(store)
-    checker = slow_checker(output)
-    with ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(Validation(store, batch, RULES).run)
-        holds(lambda: checker.is_there)
-        with store.database.write() as connection:
-            batch_rows.cancel_batch(connection, batch.number, NOW_S)
-        checker.let_go()
-        ended.result()
+    with while_checking(store, batch, slow_checker(output)) as connection:
+        batch_rows.cancel_batch(connection, batch.number, NOW_S)
     found = batch_of(store, batch.number)
     assert (found.status, found.total, found.errors) == ("cancelling", 0, None)
     assert num_lines(store, batch.number) == 0
