@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from typing import Protocol
 
 import httpx
 
 from eval.arms import Arm
-from eval.load import Phase
+from eval.hold import held
+from eval.load import Phase, Request
 from eval.mix import Mix
 from eval.records import Record
 from eval.server import LOCAL, Server, ServerStartError
 
 IDLE_TIMEOUT_S = 120.0
 WARM_UP_REQUESTS = 4
+# A server takes a request in faster than this, so they stay in order.
+HELD_GAP_S = 0.02
 
 
 class PhaseOptions(Protocol):
@@ -36,6 +40,9 @@ class PhaseOptions(Protocol):
 
     @property
     def stream_offline(self) -> bool: ...
+
+    @property
+    def hold_job(self) -> bool: ...
 
 
 def empty_cache(server: Server) -> None:
@@ -72,7 +79,8 @@ async def offline_alone(
 ) -> list[Record]:
     phase = Phase(server.url)
     lines = mix.lines(arm, stream=options.stream_offline)
-    await phase.closed_loop(lines, window=min(options.window, len(lines)), limit_s=limit_s)
+    job = await begin_job(server, phase, lines, window=options.window, on_hold=options.hold_job)
+    await end_job(job, within_s=limit_s)
     return phase.records
 
 
@@ -85,14 +93,38 @@ async def together(
     """
     phase = Phase(server.url)
     lines, schedule = mix.lines(arm, stream=options.stream_offline), mix.schedule(arm)
-    limit_s, window = options.duration_s + options.drain_s, min(options.window, len(lines))
-    offline = asyncio.create_task(
-        phase.closed_loop(lines, window=window, limit_s=options.lead_s + limit_s)
-    )
+    limit_s = options.duration_s + options.drain_s
+    job = await begin_job(server, phase, lines, window=options.window, on_hold=options.hold_job)
     await asyncio.sleep(options.lead_s)
     start_s = phase.now_s()
     await phase.open_loop(schedule, limit_s=limit_s)
-    offline.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await offline
+    await end_job(job, within_s=0.0)
     return phase.records, (start_s, start_s + options.duration_s)
+
+
+async def begin_job(
+    server: Server, phase: Phase, lines: list[Request], *, window: int, on_hold: bool
+) -> asyncio.Task[None]:
+    """Send the offline lines, a window of them at a time; the server has begun with them.
+
+    `on_hold`: it begins when it has all of the first window, and has it in the job's order.
+    Then nothing else may be in the phase yet.
+    """
+    window = min(window, len(lines))
+    if not on_hold:
+        return asyncio.create_task(phase.closed_loop(lines, window=window, limit_s=math.inf))
+    sending = phase.closed_loop(lines, window=window, limit_s=math.inf, gap_s=HELD_GAP_S)
+    async with held(server, window):
+        job = asyncio.create_task(sending)
+    begun_s = phase.now_s()
+    for record in phase.records:
+        record.sent_s = begun_s  # as far as the server's scheduler can tell
+    return job
+
+
+async def end_job(job: asyncio.Task[None], *, within_s: float) -> None:
+    """Give up what is not answered by then."""
+    await asyncio.wait([job], timeout=within_s)
+    job.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await job

@@ -6,7 +6,9 @@
 
 Runs the ablation's phases on a server of each arm that was calibrated just before, replays what
 was sent in `echo_sgl.sim` under the same config and that profile, once as it is and once with the
-steps as fast or slow as they were, and writes
+steps as fast or slow as they were. The job begins when the server has all of its lines, in their
+order: which lines are done first hangs on who came first, and hundreds that are sent at once come
+in an order that nobody sees. Writes
 eval/results/fidelity/ with config.json, configs/, raw/, summary.json and summary.md.
 `--replay-only` replays what lies in a folder: its own, or an ablation's, whose servers left no
 profile (`--profile`).
@@ -22,7 +24,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +139,8 @@ class Fidelity(Ablation):
                 arm = name if len(runs) == 1 else f"{name} {repetition}"
                 _console.log(f"simulating {arm}")
                 steps = self._steps(name, repetition)
-                evidence[arm] = evidence_of(self._profile_of(name, repetition), steps)
+                first_s = {phase: self._first_s(name, phase, repetition) for phase in PHASES}
+                evidence[arm] = evidence_of(self._profile_of(name, repetition), steps, first_s)
                 for row in self._replay(name, repetition, prompts, steps, evidence[arm]):
                     rows.append(dataclasses.replace(row, arm=arm))
         self._write(rows, evidence)
@@ -170,6 +173,12 @@ class Fidelity(Ablation):
             if (known := evidence.get(phase)) is not None:
                 again = self._simulate(at_speed(config, known), real, prompts)
             yield from rows_of_phase(name, phase, real, simulated, window, again)
+
+    def _first_s(self, name: str, phase: str, repetition: int) -> float:
+        """When the first request of a phase was sent; those that held the job ran before it."""
+        path = self.store.raw_path(f"{name}-{phase}", repetition)
+        sent_s = [one.sent_s for one in read_records(path) if one.sent_s] if path.exists() else []
+        return min(sent_s, default=0.0)
 
     def _simulate(
         self, config: ServerConfig, real: Sequence[Record], prompts: Prompts
@@ -273,11 +282,12 @@ class Fidelity(Ablation):
         self.summary_path.write_text(markdown(config, rows, evidence), encoding="utf-8")
 
 
-def evidence_of(profile: Profile, steps: Tree) -> dict[str, Tree]:
-    """What is known of the steps of each phase that was kept."""
+def evidence_of(profile: Profile, steps: Tree, first_s: Mapping[str, float]) -> dict[str, Tree]:
+    """What is known of the steps of each phase that was kept, from so long after its begin."""
     return {
         phase: step_evidence(
-            profile, [note for note in steps["notes"] if start_s <= note["start_s"] < end_s]
+            profile,
+            [one for one in steps["notes"] if start_s + first_s[phase] <= one["start_s"] < end_s],
         )
         for phase, (start_s, end_s) in steps.get("spans_s", {}).items()
     }
@@ -351,6 +361,7 @@ def main(argv: list[str]) -> None:
         repetitions=1,
         ceiling_s=15.0,
         stream_offline=True,
+        hold_job=True,
     )
     command = f"python -m eval.fidelity {shlex.join(argv)}".strip()
     try:

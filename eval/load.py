@@ -81,13 +81,18 @@ class Phase:
             await _finished(tasks, start_s + limit_s - self.now_s())
 
     async def closed_loop(
-        self, requests: Iterable[Request], *, window: int, limit_s: float
+        self, requests: Iterable[Request], *, window: int, limit_s: float, gap_s: float = 0.0
     ) -> None:
-        """Keep `window` requests in flight until all are answered, or `limit_s` from now."""
+        """Keep `window` requests in flight until all are answered, or `limit_s` from now.
+
+        `gap_s`: between the first ones, so that they reach the server in their order.
+        """
         start_s = self.now_s()
         queue = iter(requests)
         async with load_client(self._url) as client, _cancelled_at_end() as tasks:
-            tasks += [asyncio.create_task(self._work(client, queue)) for _ in range(window)]
+            for _ in range(window):
+                tasks.append(asyncio.create_task(self._work(client, queue)))
+                await asyncio.sleep(gap_s)
             await _finished(tasks, start_s + limit_s - self.now_s())
 
     async def _work(self, client: httpx.AsyncClient, queue: Iterator[Request]) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from eval.arms import ARMS, pick_arms
 
@@ -53,6 +53,8 @@ def flag(name: str) -> str:
 @dataclass(frozen=True, slots=True)
 class CorunOptions:
     """What is run; 0 means "no limit" or "the server's own default" where the help says so."""
+
+    hold_job: ClassVar[bool] = False
 
     name: str = option("corun", "folder under eval/results/ that takes the results")
     arms: str = option(",".join(ARMS), "comma list of arms, the first is the base of the ratios")

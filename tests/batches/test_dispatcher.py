@@ -78,7 +78,7 @@ def test_a_line_that_cannot_be_prepared_fails_alone(
 
 
 def test_ranges_are_given_back_although_the_connection_was_lost_when_they_were(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: Live, monkeypatch: pytest.MonkeyPatch, made: list[Dispatcher]
 ) -> None:
     lost = lose_first_release(monkeypatch)
 
@@ -87,6 +87,7 @@ def test_ranges_are_given_back_although_the_connection_was_lost_when_they_were(
         batch = await stub.create(job(["hello"] * 20))
         await until(async_(lambda: stub.model.num_running == 4))
         await change(stub, batch.id, "pause")
+        await until(async_(lambda: are_dropped(made[0])))
         stub.model.opened.set()
         await until(async_(lambda: bool(lost)))
         await change(stub, batch.id, "cancel")
@@ -179,7 +180,7 @@ def test_another_tenant_gets_a_place_while_the_lines_of_the_first_go_on(
 
 
 def test_a_resumed_batch_goes_on_while_its_last_line_is_still_in_the_engine(
-    live_sqlite: Live,
+    live_sqlite: Live, made: list[Dispatcher]
 ) -> None:
     async def life(stub: Stub) -> None:
         model = stub.model
@@ -188,6 +189,7 @@ def test_a_resumed_batch_goes_on_while_its_last_line_is_still_in_the_engine(
         batch = await stub.create(job(["hold", *["p"] * 20]))
         await until(async_(lambda: model.num_running == 4))
         await change(stub, batch.id, "pause")
+        await until(async_(lambda: are_dropped(made[0])))
         model.opened.set()
         await until(async_(lambda: model.num_running == model.num_held == 1))
         await change(stub, batch.id, "resume")
@@ -197,6 +199,11 @@ def test_a_resumed_batch_goes_on_while_its_last_line_is_still_in_the_engine(
         assert len(await stub.records((await stub.ended(batch.id)).output_file_id)) == 21
 
     live_sqlite(life, model=HoldingModel(), window_lines=4)
+
+
+def are_dropped(dispatcher: Dispatcher) -> bool:
+    """Whether it has seen that none of its jobs is to go on now."""
+    return all(job.is_dropped for job in dispatcher._table.jobs.values())
 
 
 def num_done(batch: Any) -> int:

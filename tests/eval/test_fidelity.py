@@ -207,12 +207,13 @@ def test_steps_belong_to_the_phase_in_which_they_began() -> None:
         {**row._asdict(), "start_s": start_s, "time_s": 0.01} for start_s in (0.5, 1.5, 1.6, 9.0)
     ]
     spans_s = {"online-alone": (0.0, 1.0), "together": (1.0, 2.0)}
-    phases = evidence_of(profile(), {"notes": notes, "spans_s": spans_s})
+    first_s = {"online-alone": 0.0, "together": 0.55}  # the job was held for so long
+    phases = evidence_of(profile(), {"notes": notes, "spans_s": spans_s}, first_s)
     assert {phase: one["num_steps"] for phase, one in phases.items()} == {
         "online-alone": 1,
-        "together": 2,
+        "together": 1,
     }
-    assert evidence_of(profile(), {"notes": []}) == {}
+    assert evidence_of(profile(), {"notes": []}, {}) == {}
 
 
 def test_scatter_comes_from_the_errors_on_held_out_steps() -> None:

@@ -1,0 +1,77 @@
+"""Make a server begin with a job only when it has all of the lines that it is to begin with.
+
+Lines that are sent at once reach the scheduler in an order that nobody sees, while the first of
+them run already, and which are done next follows from that. Here requests of our own take every
+place until the lines wait in Echo's pool; then all of them are aborted at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from echo_sgl.types import OFFLINE_SERVICE_TIER
+from eval.server import LOCAL, Server, ServerStartError
+
+LIMIT_S = 120.0
+LOOK_S = 0.05
+PLUG = "plug-"
+PLUG_TOKENS = 400  # at most: all of them together fit into the smallest pool that is measured
+
+
+@asynccontextmanager
+async def held(server: Server, num_lines: int) -> AsyncIterator[None]:
+    """Send `num_lines` in the block: it ends when they wait and the server may begin.
+
+    Errors: `ServerStartError` when they do not come to wait in `LIMIT_S`.
+    """
+    async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
+        num_places = await asyncio.to_thread(_num_places, server)
+        plugs = asyncio.create_task(_send_plugs(client, num_places))
+        try:
+            await _until(server, lambda load: load["num_running_reqs"] == num_places)
+            yield
+            await _until(server, lambda load: load["num_waiting_reqs"] >= num_lines)
+        finally:
+            (await client.post("/abort_request", json={"rid": PLUG})).raise_for_status()
+            await plugs
+
+
+async def _send_plugs(client: httpx.AsyncClient, num_places: int) -> None:
+    body = {
+        "input_ids": [[100 + number] for number in range(num_places)],
+        "rid": [f"{PLUG}{number}" for number in range(num_places)],
+        "sampling_params": {
+            "max_new_tokens": PLUG_TOKENS,
+            "ignore_eos": True,
+            "custom_params": {"service_tier": OFFLINE_SERVICE_TIER},
+        },
+    }
+    await client.post("/generate", json=body)
+
+
+def _num_places(server: Server) -> int:
+    replicas = LOCAL.get(f"{server.url}/echo/steps", timeout=LIMIT_S).json()["replicas"]
+    return int(replicas[0]["server"]["max_running_requests"])
+
+
+async def _until(server: Server, condition: Callable[[dict[str, Any]], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition(load := await asyncio.to_thread(_load, server)):
+        if time.monotonic() > deadline_s:
+            raise ServerStartError(
+                f"after {LIMIT_S:.0f} s a held server runs {load['num_running_reqs']} and lets "
+                f"{load['num_waiting_reqs']} wait"
+            )
+        await asyncio.sleep(LOOK_S)
+
+
+def _load(server: Server) -> dict[str, Any]:
+    answer = LOCAL.get(f"{server.url}/v1/loads", timeout=LIMIT_S).json()
+    load: dict[str, Any] = answer["loads"][0]
+    return load
