@@ -124,6 +124,20 @@ class BatchShape:
         )
 
 
+class SummedShape(BatchShape):
+    """A step that starts from the sums of some decodes instead of from single requests."""
+
+    __slots__ = ()
+
+    def __init__(self, num_decodes: int, decode_tokens: int, max_decode_tokens: int) -> None:
+        super().__init__()
+        self.num_decodes, self.decode_tokens = num_decodes, decode_tokens
+        self.max_decode_tokens = max_decode_tokens
+
+    def __len__(self) -> int:
+        return self.num_decodes + self.num_prefills
+
+
 Step = BatchShape | BatchRow
 
 

@@ -57,6 +57,8 @@ class DeadlineOrder(OfflineOrder):
 
     def escalate(self, now_s: float, rate_tokens_per_s: float | None) -> float | None:
         """Decide what comes ahead from now on; returns the urgent deadline. O(deadlines)."""
+        if self.book.is_empty and not self._ahead:
+            return None
         safety = self._safety if self._urgent is None else self._safety * _RELEASE
         self._urgent = self.book.urgent_deadline(now_s, rate_tokens_per_s, safety)
         urgent = () if self._urgent is None else (self._urgent,)

@@ -45,6 +45,10 @@ class DeadlineBook:
     def __len__(self) -> int:
         return sum(len(group.requests) for group in self._groups.values())
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._groups
+
     def add(self, request: PendingRequest) -> None:
         """Note a request; one without a deadline is not for this book.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from echo_sgl.batch_shape import BatchShape, Step
+from echo_sgl.batch_shape import BatchShape, Step, SummedShape
 from echo_sgl.config import StepsConfig
 from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
 from echo_sgl.policies.batch_size import BatchSize
@@ -37,6 +37,17 @@ class Contexts(NamedTuple):
             return cls(0, 0, 0, 0)
         return cls(
             len(context_tokens), sum(context_tokens), max(context_tokens), min(context_tokens)
+        )
+
+    def longer(self, tokens: int) -> Contexts:
+        """These, with so many tokens more each."""
+        if not self.num:
+            return self
+        return Contexts(
+            self.num,
+            self.tokens + tokens * self.num,
+            self.longest + tokens,
+            self.shortest + tokens,
         )
 
     def with_one(self, tokens: int) -> Contexts:
@@ -268,12 +279,12 @@ class StepPlanner:
 
     def _joined_s(self, offline: Contexts) -> float:
         """What the online decodes would take with these."""
-        online = self._online_decodes.row()
+        online = self._online_decodes
         return self.estimator.upper.predict_s(
-            online._replace(
-                num_decodes=online.num_decodes + offline.num,
-                decode_tokens=online.decode_tokens + offline.tokens,
-                max_decode_tokens=max(online.max_decode_tokens, offline.longest),
+            SummedShape(
+                online.num_decodes + offline.num,
+                online.decode_tokens + offline.tokens,
+                max(online.max_decode_tokens, offline.longest),
             )
         )
 

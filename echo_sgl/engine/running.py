@@ -1,4 +1,9 @@
-"""The running requests, taken in once at the start of a step and asked for often in it."""
+"""The running requests: looked up when somebody comes or goes, counted on in between.
+
+A step that decodes gives each of them one token more, so their sums and the first due time
+follow from those before. To look 64 requests up takes as long as all else that plans a step:
+what the model ran has left nothing of them in the CPU's caches.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +12,102 @@ from collections.abc import Sequence
 
 from sglang.srt.managers.schedule_batch import Req
 
-from echo_sgl.batch_shape import BatchShape
+from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.step_planner import Contexts
 
 
 class Running:
-    """Who decodes, by class, as it was when this was made.
+    """Who decodes, by class.
 
     `online`: the decodes of online requests; `decode_due_s`: when the first of their next
-    tokens is due, infinite without any; `offline`: the requests that may be parked or give up
-    their memory, and `offline_contexts` theirs. Units: seconds on the step clock, tokens.
+    tokens is due, infinite without any. Units: seconds on the step clock, tokens.
     """
 
-    __slots__ = ("_num_reqs", "_reqs", "decode_due_s", "offline", "offline_contexts", "online")
+    __slots__ = (
+        "_all",
+        "_first_tokens",
+        "_is_outdated",
+        "_num_reqs",
+        "_offline",
+        "_reqs",
+        "_tpot_s",
+        "decode_due_s",
+        "online",
+    )
 
     def __init__(self, reqs: Sequence[Req], now_s: float) -> None:
-        self._reqs, self._num_reqs = reqs, len(reqs)
-        self.online, self.decode_due_s = BatchShape(), math.inf
-        self.offline: list[Req] = []
-        contexts = []
-        for req in reqs:
+        self._reqs, self._num_reqs, self._is_outdated = reqs, len(reqs), False
+        lengths = [req.seqlen for req in reqs]
+        self._first_tokens = lengths[0] if lengths else 0
+        self._all = Contexts.of(lengths)
+        online, offline, due_s, tpots_s = [], [], math.inf, set()
+        for req, num_tokens in zip(reqs, lengths, strict=True):
             terms = terms_of(req, now_s)
             if terms.is_offline:
                 if may_sit_out(req):
-                    self.offline.append(req)
-                    contexts.append(req.seqlen)
+                    offline.append(num_tokens)
             elif not req.finished():
-                num_tokens = len(req.output_ids)
-                if num_tokens and terms.first_token_s is None:
+                num_outputs = len(req.output_ids)
+                if num_outputs and terms.first_token_s is None:
                     terms.first_token_s = now_s
-                self.online.add_decode(req.seqlen)
-                self.decode_due_s = min(self.decode_due_s, terms.due_s(num_tokens))
-        self.offline_contexts = Contexts.of(contexts)
+                online.append(num_tokens)
+                due_s = min(due_s, terms.due_s(num_outputs))
+                # What is due after a first token is not known before it.
+                tpots_s.add(terms.promise.tpot_s if num_outputs else None)
+        self.online, self._offline = _shape(Contexts.of(online)), Contexts.of(offline)
+        self.decode_due_s = due_s
+        # Of several promises, another may be due first after some steps.
+        self._tpot_s = next(iter(tpots_s), math.inf) if len(tpots_s) < 2 else None
 
-    def offline_of(self, reqs: Sequence[Req]) -> list[Req]:
-        """`offline` of these; looked up again if requests came or left since."""
-        if reqs is self._reqs and len(reqs) == self._num_reqs:
-            return self.offline
-        return [req for req in reqs if terms_of(req).is_offline and may_sit_out(req)]
+    def outdate(self) -> None:
+        """One of them ended, or may have."""
+        self._is_outdated = True
 
-    def contexts_of(self, offline: list[Req]) -> Contexts:
-        """The contexts of what `offline_of` returned."""
-        if offline is self.offline:
-            return self.offline_contexts
-        return Contexts.of([req.seqlen for req in offline])
+    def at(self, reqs: Sequence[Req], now_s: float) -> Running:
+        """Who decodes now: these counted on if nobody came or went since, else looked up."""
+        if self._tpot_s is None or self._is_outdated or not self._are(reqs):
+            return Running(reqs, now_s)
+        if self._num_reqs and (grown := reqs[0].seqlen - self._first_tokens):
+            self._grow(grown, self._tpot_s)
+        return self
+
+    def _grow(self, tokens: int, tpot_s: float) -> None:
+        """Each of them has so many tokens more."""
+        self._first_tokens += tokens
+        self._all, self._offline = self._all.longer(tokens), self._offline.longer(tokens)
+        if num_online := len(self.online):
+            online = self.online
+            self.online = SummedShape(
+                num_online,
+                online.decode_tokens + tokens * num_online,
+                online.max_decode_tokens + tokens,
+            )
+            self.decode_due_s += tokens * tpot_s
+
+    def offline_contexts(self, reqs: Sequence[Req]) -> Contexts:
+        """Of the offline requests among these that may sit out; looked up if others came."""
+        if self._are(reqs):
+            return self._offline
+        return Contexts.of([req.seqlen for req in offline_of(reqs)])
+
+    def row_of(self, reqs: Sequence[Req]) -> BatchRow | None:
+        """The step that decodes these and nothing else; None if they are others by now."""
+        if not self._are(reqs) or not self._num_reqs:
+            return None
+        return BatchRow(0, 0, 0, 0, self._all.num, self._all.tokens, self._all.longest)
+
+    def _are(self, reqs: Sequence[Req]) -> bool:
+        return reqs is self._reqs and len(reqs) == self._num_reqs
+
+
+def _shape(contexts: Contexts) -> BatchShape:
+    return SummedShape(contexts.num, contexts.tokens, contexts.longest)
+
+
+def offline_of(reqs: Sequence[Req]) -> list[Req]:
+    """The offline requests among these that may be parked or give up their memory."""
+    return [req for req in reqs if terms_of(req).is_offline and may_sit_out(req)]
 
 
 def may_sit_out(req: Req) -> bool:

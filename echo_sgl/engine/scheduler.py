@@ -284,6 +284,9 @@ class EchoScheduler(PoolIntake):
 
     def _shed_offline(self, running_batch: ScheduleBatch) -> None:
         """Retract offline requests that outgrew what the reserve leaves, parked ones first."""
+        # They are counted only where it may matter: one alone may have more than several.
+        if not self.kv_limits.excess_tokens(num_offline=2):
+            return
         while self.kv_limits.excess_tokens(self._num_offline(running_batch)):
             if not self._retract_one(running_batch, running_batch.reqs):
                 return

@@ -21,7 +21,7 @@ from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
 from echo_sgl.engine.refusals import Reason, Refusal
 from echo_sgl.engine.rolling_max import RollingMax
-from echo_sgl.engine.running import Running, may_sit_out
+from echo_sgl.engine.running import Running, may_sit_out, offline_of
 from echo_sgl.engine.step_log import StepLog, StepNote
 from echo_sgl.engine.step_timing import StepTimer, row_of_batch
 from echo_sgl.engine.terms import RequestTerms, terms_of
@@ -101,12 +101,13 @@ class StepControl:
     def observe(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
         """Take in steps that have ended since, and learn from them in time; alike on every rank."""
         self._unlearned.extend(measured)
-        if not self._unlearned or now_s - self._learned_s < LEARN_EVERY_S:
+        if now_s - self._learned_s < LEARN_EVERY_S:
             return
         for row, time_s in self._unlearned:
             if time_s > 0:
                 self.estimator.observe(row, time_s, now_s)
         self._unlearned.clear()
+        self.estimator.advance(now_s)
         self._learned_s = now_s
 
     def begin(
@@ -117,8 +118,7 @@ class StepControl:
             self.planner.limit.note_step(self._last_online_s, now_s - self._last_begin_s)
         self._last_begin_s, self._now_s = None, now_s
         self.parked.drop_finished()
-        self.estimator.advance(now_s)
-        self._running = Running(running.reqs, now_s)
+        self._running = self._running.at(running.reqs, now_s)
         decodes = self._running.online
         self.online_tokens = decodes.decode_tokens
         if chunked is not None and not terms_of(chunked, now_s).is_offline:
@@ -179,12 +179,12 @@ class StepControl:
 
     def select_decodes(self, batch: ScheduleBatch) -> None:
         """Let as many offline requests decode in this step as fit; the others sit out."""
-        running = self._running.offline_of(batch.reqs)
-        if self._is_settled(self._running.contexts_of(running)):
+        if self._is_settled(self._running.offline_contexts(batch.reqs)):
             return
         if not self.can_park or not self.parked.can_park(batch):
             self._resume(batch, {req.rid for req in self.parked})
             return
+        running = offline_of(batch.reqs)
         chosen = self.planner.choose_decodes(lambda: self._candidates(running))
         # First in, then out: an emptied batch cannot take anybody in.
         self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
@@ -202,8 +202,8 @@ class StepControl:
 
         None when it is not a step of ours. `waiting` are the requests that it leaves behind.
         """
-        row = row_of_batch(batch)
-        if row is None:
+        known = self._running.row_of(batch.reqs) if batch.forward_mode.is_decode() else None
+        if (row := known or row_of_batch(batch)) is None:
             self.timer.expect(None)
             return None
         online, num_offline = self._online_part(batch, row)
@@ -249,6 +249,7 @@ class StepControl:
 
     def note_end(self, req: Req) -> None:
         """A request ended: was its promise kept?"""
+        self._running.outdate()
         terms = terms_of(req, self._now_s)
         if not terms.is_offline and req.output_ids:
             self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))

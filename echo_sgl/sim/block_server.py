@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from echo_sgl.batch_shape import SummedShape
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time import longest_prefill
 from echo_sgl.estimators.roofline_time import RooflineBatchTime
-from echo_sgl.sim.decode_group import SummedShape
 from echo_sgl.sim.shared_blocks import BlockPool, Layout, Tenant
 
 Row = tuple[float, int, int]

@@ -6,24 +6,10 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from echo_sgl.batch_shape import BatchShape
+from echo_sgl.batch_shape import BatchShape, SummedShape
 from echo_sgl.sim.workload import DecodeClock, SimRequest
 
 Entry = tuple[float, int, SimRequest]
-
-
-class SummedShape(BatchShape):
-    """A step that starts from sums instead of from single requests."""
-
-    __slots__ = ()
-
-    def __init__(self, num_decodes: int, decode_tokens: int, max_decode_tokens: int) -> None:
-        super().__init__()
-        self.num_decodes, self.decode_tokens = num_decodes, decode_tokens
-        self.max_decode_tokens = max_decode_tokens
-
-    def __len__(self) -> int:
-        return self.num_decodes + self.num_prefills
 
 
 class DecodeGroup(DecodeClock):

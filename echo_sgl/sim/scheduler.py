@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from echo_sgl.batch_shape import BatchRow, BatchShape
+from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
@@ -22,7 +22,7 @@ from echo_sgl.policies.reserve import BurstReserve
 from echo_sgl.policies.step_limit import StepLimit, create_step_limit
 from echo_sgl.policies.step_planner import Contexts, StepPlanner
 from echo_sgl.policies.working_set import WorkingSet
-from echo_sgl.sim.decode_group import DecodeGroup, SummedShape
+from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.estimator_feed import EstimatorFeed
 from echo_sgl.sim.kv_pool import KvPool, OutOfKvError
 from echo_sgl.sim.new_token_ratio import NewTokenRatio

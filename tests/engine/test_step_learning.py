@@ -28,7 +28,8 @@ def control_and_lessons() -> tuple[StepControl, list[tuple[float, float]]]:
     control = StepControl(config, live, StepTimer(), max_decodes=8, watch=watch)
     lessons: list[tuple[float, float]] = []
     control.estimator = SimpleNamespace(
-        observe=lambda step, time_s, now_s: lessons.append((time_s, now_s))
+        observe=lambda step, time_s, now_s: lessons.append((time_s, now_s)),
+        advance=lambda now_s: None,
     )
     return control, lessons
 

@@ -1,0 +1,104 @@
+"""The running requests counted on from step to step are those that looking them up would find."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from echo_sgl.batch_shape import decode_row
+from echo_sgl.engine.running import Running, offline_of
+from echo_sgl.engine.terms import RequestTerms
+from echo_sgl.policies.step_limit import Promise
+from echo_sgl.policies.step_planner import Contexts
+from echo_sgl.types import Task
+
+PROMISE = Promise(1.0, 0.1)
+
+
+@dataclass(eq=False)
+class Decoding:
+    """What `Running` asks of SGLang's `Req`."""
+
+    echo_terms: RequestTerms
+    prompt_tokens: int
+    output_ids: list[int] = field(default_factory=lambda: [1])
+    is_over: bool = False
+    to_finish: Any = None
+    beam_group: Any = None
+
+    @property
+    def seqlen(self) -> int:
+        return self.prompt_tokens + len(self.output_ids)
+
+    def finished(self) -> bool:
+        return self.is_over
+
+
+def decoding(task: Task, prompt_tokens: int = 10, promise: Promise = PROMISE) -> Any:
+    return Decoding(RequestTerms(task, promise, 0.0, math.inf), prompt_tokens)
+
+
+def facts(running: Running, reqs: Any) -> tuple[Any, ...]:
+    return running.online.row(), running.offline_contexts(reqs), running.row_of(reqs)
+
+
+def step(reqs: list[Any]) -> None:
+    for req in reqs:
+        req.output_ids.append(1)
+
+
+@pytest.mark.parametrize("promises", [[PROMISE], [PROMISE, Promise(0.5, 0.02)]])
+def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> None:
+    rng = random.Random(0)
+    running, reqs = Running((), 0.0), []
+    for number in range(400):
+        now_s = 0.05 * number
+        if rng.random() < 0.3:  # somebody comes, as SGLang's batches take them in: a new list
+            reqs = [
+                *reqs,
+                decoding(rng.choice(list(Task)), rng.randrange(90), rng.choice(promises)),
+            ]
+        if reqs and rng.random() < 0.2:
+            leaving = rng.choice(reqs)
+            leaving.is_over = True
+            running.outdate()
+            running = running.at(reqs, now_s)  # it ended and is still in the batch
+            reqs = [req for req in reqs if req is not leaving]
+        running = running.at(reqs, now_s)
+        assert facts(running, reqs) == facts(fresh := Running(reqs, now_s), reqs)
+        assert running.decode_due_s == pytest.approx(fresh.decode_due_s)
+        assert running.row_of(reqs) == decode_row([req.seqlen for req in reqs])
+        if rng.random() < 0.8:  # else the step prefilled, and these got nothing
+            step(reqs)
+
+
+def test_they_are_looked_up_only_when_somebody_came_or_went() -> None:
+    reqs = [decoding(Task.ONLINE), decoding(Task.OFFLINE)]
+    running = Running(reqs, 0.0)
+    assert running.at(reqs, 0.0) is running
+    step(reqs)
+    assert running.at(reqs, 0.1) is running
+    assert running.at(list(reqs), 0.1) is not running
+    running.outdate()
+    assert running.at(reqs, 0.1) is not running
+
+
+def test_a_first_token_is_noticed_in_the_step_in_which_it_is_seen() -> None:
+    req = decoding(Task.ONLINE)
+    req.output_ids.clear()  # under overlap it joins before its first token is seen
+    running = Running([req], 1.0)
+    assert req.echo_terms.first_token_s is None
+    step([req])
+    running.at([req], 2.0)
+    assert req.echo_terms.first_token_s == 2.0
+
+
+def test_who_is_to_end_may_not_sit_out() -> None:
+    stays, ends = decoding(Task.OFFLINE, 10), decoding(Task.OFFLINE, 20)
+    ends.to_finish = "aborted"
+    assert offline_of([stays, ends, decoding(Task.ONLINE)]) == [stays]
+    assert Running([stays, ends], 0.0).offline_contexts([stays, ends]) == Contexts.of([11])
