@@ -36,6 +36,7 @@ from eval.stub_server import MODEL, serve
 RESULTS_DIR = Path(__file__).resolve().parent / "results" / "crash"
 PHASES = ("validating", "running", "finalizing", "cancelling")
 ENDED = ("failed", "completed", "expired", "cancelled")
+ENDING = ("finalizing", *ENDED)
 WINDOW_LINES = 32
 READY_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 600.0
@@ -117,6 +118,16 @@ class Victim:
         if not self.calls_path.exists():
             return Counter()
         return Counter(self.calls_path.read_text().split("\n")[:-1])
+
+    def wait_for_end(self, batch_id: str) -> None:
+        """Return at once when the batch is being finalized, or has ended."""
+        connection = sqlite3.connect(self.state_dir / DATABASE_NAME)
+        with contextlib.closing(connection):
+            query = "SELECT status FROM batches WHERE id = ?"
+            deadline_s = time.monotonic() + END_TIMEOUT_S
+            while connection.execute(query, (batch_id,)).fetchone()[0] not in ENDING:
+                if time.monotonic() > deadline_s:
+                    raise CrashError(f"waited {END_TIMEOUT_S:.0f} s until {batch_id} ends")
 
     def recorded(self, batch_id: str) -> tuple[str, set[str]]:
         """The batch's state and the names of its lines with a record, from the database."""
@@ -222,8 +233,10 @@ def strike(victim: Victim, job: Job, phase: str, rng: random.Random) -> None:
         wait_until(reached(1), END_TIMEOUT_S, "a line is done")
         moment_s = rng.uniform(0.0, 0.15)
     elif phase == "finalizing":
+        # It lasts for milliseconds: looked for in the database, and not with waits in between.
         wait_until(reached(num_lines - WINDOW_LINES), END_TIMEOUT_S, "the last lines run")
-        moment_s = rng.uniform(0.0, 0.03)
+        victim.wait_for_end(job.batch_id)
+        moment_s = rng.uniform(0.0, 0.005)
     else:
         wait_until(reached(1), END_TIMEOUT_S, "a line is done")
         victim.http.post(f"/v1/batches/{job.batch_id}/cancel")
