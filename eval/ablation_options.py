@@ -70,7 +70,9 @@ class AblationOptions:
     max_answer_tokens: int = option(0, "longest offline answer; 0: as the job says", 0)
     window: int = option(512, "offline lines in flight; llm-d sends its jobs at once", 1)
     stream_offline: bool = option(False, "stream offline answers too")
-    hold_job: bool = option(False, "Echo's arms: the job begins when the server has its window")
+    phases_apart: bool = option(
+        False, "each phase as on a new server, with its whole window"
+    )
     pool_tokens: int = option(20_000, "KV pool (--max-total-tokens); 0: server's default", 0)
     max_running_requests: int = option(16, "the server's limit; 0: server's default", 0)
     chunked_prefill_size: int = option(512, "prefill tokens a step; 0: server's default", 0)
@@ -83,7 +85,7 @@ class AblationOptions:
         _check_choice("answer_lengths", self.answer_lengths, ANSWER_LENGTHS)
         if self.slo_factor:
             parse_factors(self.slo_factor)
-        self._check_hold()
+        self._check_apart()
         for arm in self.picked_arms().values():
             with_promises(arm, Slo(1.0, 1.0), self.changes)
 
@@ -98,13 +100,11 @@ class AblationOptions:
     def picked_arms(self) -> dict[str, Arm]:
         return pick_arms([name.strip() for name in self.arms.split(",")], ABLATION_ARMS)
 
-    def _check_hold(self) -> None:
-        """Only Echo's scheduler has a pool that tells when it has a whole window."""
+    def _check_apart(self) -> None:
+        """Only Echo's scheduler tells when its pool has a whole window, and forgets traffic."""
         stock = [name for name, arm in self.picked_arms().items() if not arm.settings]
-        if self.hold_job and stock:
-            raise ValueError(
-                f"--hold-job needs Echo's pool, which {', '.join(stock)} have not; leave them out"
-            )
+        if self.phases_apart and stock:
+            raise ValueError(f"--phases-apart needs Echo's scheduler; leave {', '.join(stock)} out")
 
     def estimate_s(self) -> float:
         """How long the whole run takes at most, if servers start in `START_S`."""

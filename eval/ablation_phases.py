@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -46,7 +44,8 @@ class ArmRun:
 def run_reference(server: Server, arm: Arm, mix: Mix, options: AblationOptions) -> list[Record]:
     """Online alone on a stock server, from an empty cache: what the promises are made of."""
     asyncio.run(warm_up(server, arm, mix))
-    return _phase(server, online_alone(server, arm, mix, options))
+    empty_cache(server)
+    return asyncio.run(online_alone(server, arm, mix, options))
 
 
 def run_arm(
@@ -55,13 +54,15 @@ def run_arm(
     """Online alone, offline alone if asked for, then together; each from an empty cache."""
     asyncio.run(warm_up(server, arm, mix))
     began_s = [time.monotonic()]
-    online = _phase(server, online_alone(server, arm, mix, options))
+    begin_phase(server, options)
+    online = asyncio.run(online_alone(server, arm, mix, options))
     began_s.append(time.monotonic())
     ceiling: list[Record] = []
     if has_ceiling:
+        begin_phase(server, options)
         work = offline_alone(server, arm, mix, options, limit_s=options.ceiling_s)
-        ceiling = _phase(server, work)
-    empty_cache(server)
+        ceiling = asyncio.run(work)
+    begin_phase(server, options)
     before = _metrics(server)
     began_s.append(time.monotonic())
     mixed, window_s = asyncio.run(together(server, arm, mix, options))
@@ -74,6 +75,13 @@ def run_arm(
     wait_s = longest_wait_s(before, after)
     spans_s = dict(zip(PHASES, itertools.pairwise([*began_s, ended_s]), strict=True))
     return ArmRun(online, ceiling, mixed, window_s, grown, wait_s, steps, spans_s)
+
+
+def begin_phase(server: Server, options: AblationOptions) -> None:
+    """From an empty cache; where phases are to be apart, also without what the last one taught."""
+    empty_cache(server)
+    if options.phases_apart:
+        LOCAL.post(f"{server.url}/echo/forget-traffic", timeout=30).raise_for_status()
 
 
 def longest_wait_s(before: str, after: str) -> float | None:
@@ -102,11 +110,6 @@ def _waits(text: str) -> tuple[float | None, dict[float, float]]:
             elif sample.name in (WAIT, f"{WAIT}_max"):
                 largest = max(largest or 0.0, sample.value)
     return largest, buckets
-
-
-def _phase(server: Server, work: Coroutine[Any, Any, list[Record]]) -> list[Record]:
-    empty_cache(server)
-    return asyncio.run(work)
 
 
 def _metrics(server: Server) -> str:

@@ -42,7 +42,7 @@ class PhaseOptions(Protocol):
     def stream_offline(self) -> bool: ...
 
     @property
-    def hold_job(self) -> bool: ...
+    def phases_apart(self) -> bool: ...
 
 
 def empty_cache(server: Server) -> None:
@@ -79,7 +79,7 @@ async def offline_alone(
 ) -> list[Record]:
     phase = Phase(server.url)
     lines = mix.lines(arm, stream=options.stream_offline)
-    job = await begin_job(server, phase, lines, window=options.window, on_hold=options.hold_job)
+    job = await begin_job(server, phase, lines, window=options.window, on_hold=options.phases_apart)
     await end_job(job, within_s=limit_s)
     return phase.records
 
@@ -94,7 +94,7 @@ async def together(
     phase = Phase(server.url)
     lines, schedule = mix.lines(arm, stream=options.stream_offline), mix.schedule(arm)
     limit_s = options.duration_s + options.drain_s
-    job = await begin_job(server, phase, lines, window=options.window, on_hold=options.hold_job)
+    job = await begin_job(server, phase, lines, window=options.window, on_hold=options.phases_apart)
     await asyncio.sleep(options.lead_s)
     start_s = phase.now_s()
     await phase.open_loop(schedule, limit_s=limit_s)

@@ -361,7 +361,7 @@ def main(argv: list[str]) -> None:
         repetitions=1,
         ceiling_s=15.0,
         stream_offline=True,
-        hold_job=True,
+        phases_apart=True,
     )
     command = f"python -m eval.fidelity {shlex.join(argv)}".strip()
     try:

@@ -26,8 +26,9 @@ from eval.summary import (
 Tree = dict[str, Any]
 
 BOUNDS = {"tokens/s": 0.05, "hit ratio": 0.05, "p50": 0.10, "p99": 0.20}
-_HOLD_LINES = [
-    "- the job begins when the server has all of its lines, in their order: which are done first",
+_APART_LINES = [
+    "- each phase begins as on a new server, without what the last one taught reserve and budget,",
+    "  and the job when the server has all of its lines, in their order: which of them are done",
     "  hangs on who came first",
 ]
 _YES = {True: "yes", False: "no", None: "-"}
@@ -222,7 +223,7 @@ def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tr
         "- each server is calibrated just before it is measured; the simulator gets the requests",
         "  at the times at which they were sent, the same tokens, the server's config, and that",
         "  profile: the model of its steps, their scatter, and the host's time around them",
-        *(_HOLD_LINES if config["options"].get("hold_job") else ()),
+        *(_APART_LINES if config["options"].get("phases_apart") else ()),
         "- `at speed`: simulated again with steps (by kind) and the host's time between them as",
         "  many times longer as they were in that phase; what differs then is the simulator's part",
         "- a simulated figure is the median of several, which differ in how steps' times scatter",

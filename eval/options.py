@@ -54,7 +54,7 @@ def flag(name: str) -> str:
 class CorunOptions:
     """What is run; 0 means "no limit" or "the server's own default" where the help says so."""
 
-    hold_job: ClassVar[bool] = False
+    phases_apart: ClassVar[bool] = False
 
     name: str = option("corun", "folder under eval/results/ that takes the results")
     arms: str = option(",".join(ARMS), "comma list of arms, the first is the base of the ratios")

@@ -30,7 +30,7 @@ class BudgetController:
             )
         if not 0.0 <= target <= 1.0:
             raise ValueError(f"target is {target}; it is a share of requests, allowed is 0 to 1")
-        self._budget_s = budget_s
+        self._first_s = self._budget_s = budget_s
         self._target = target
         self._minimum_s, self._maximum_s = minimum_s, maximum_s
         self._num_seen = self._num_met = 0
@@ -39,6 +39,11 @@ class BudgetController:
     def budget_s(self) -> float:
         """The longest that a step with online work may take now."""
         return self._budget_s
+
+    def restart(self) -> None:
+        """Begin again with the first budget, as if no request had ended yet."""
+        self._budget_s = self._first_s
+        self._num_seen = self._num_met = 0
 
     def observe(self, met: bool) -> None:
         """Note a finished online request: did it meet its SLO?"""

@@ -99,6 +99,9 @@ class StepLimit(ABC):
     def note_request(self, is_met: bool) -> None:
         """An online request ended, with or without its promise kept."""
 
+    def forget_requests(self) -> None:
+        """The online requests until now were no traffic: what they taught does not count."""
+
     @abstractmethod
     def _limit_s(self, view: OnlineView) -> float:
         """The limit before it is bounded by the stall."""
@@ -212,6 +215,9 @@ class BudgetLimit(StepLimit):
     def note_request(self, is_met: bool) -> None:
         if self._adapts:
             self.controller.observe(is_met)
+
+    def forget_requests(self) -> None:
+        self.controller.restart()
 
     def _limit_s(self, view: OnlineView) -> float:
         return self.controller.budget_s

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 IDLE_WITHIN_S = 120.0
 RESERVE_WARNING = (
-    "The server's burst reserve took the measurement for traffic and keeps room for it for up to "
-    "reserve.window_s: POST /echo/forget-demand was refused, which wants the admin key if there is "
-    "one."
+    "The server took the measurement for traffic: its burst reserve keeps room for it for up to "
+    "reserve.window_s, and a budget that adapts has moved. POST /echo/forget-traffic was refused, "
+    "which wants the admin key if there is one."
 )
 
 
@@ -45,8 +45,8 @@ def calibrate(
         echo-sgl calibrate --url http://127.0.0.1:30000 --output profile.json
 
     Prints each model's error on steps that its fit did not see. A busy server is refused. Its
-    burst reserve begins anew, lest it keep room for these requests. A profile that was there is
-    replaced at the end; a file that is no profile never is.
+    burst reserve and a budget that adapts begin anew: these requests are no traffic. A profile
+    that was there is replaced at the end; a file that is no profile never is.
     """
     from rich.console import Console
 
@@ -68,7 +68,7 @@ def calibrate(
         samples = driver.measure(
             seconds, on_wave=lambda share: status.update(f"measuring, {share:.0%}")
         )
-    if not driver.forget_demand():
+    if not driver.forget_traffic():
         console.print(RESERVE_WARNING, highlight=False)
     calibration = fit_all(samples, driver.server, seed=seed, host=driver.host_time())
     Console().print(error_table(calibration))

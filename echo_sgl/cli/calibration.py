@@ -159,10 +159,10 @@ class Driver:
         num_columns = len(BatchRow._fields)
         return table[:, :num_columns], table[:, num_columns]
 
-    def forget_demand(self) -> bool:
-        """Keep the reserve from taking the waves for traffic; whether the server agreed."""
+    def forget_traffic(self) -> bool:
+        """Keep reserve and budget from taking the waves for traffic; whether the server agreed."""
         try:
-            return self._client.post("/echo/forget-demand").is_success
+            return self._client.post("/echo/forget-traffic").is_success
         except httpx.HTTPError as error:
             raise StepsError(f"the server at {self._url} failed meanwhile: {error}") from error
 

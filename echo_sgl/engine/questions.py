@@ -25,7 +25,7 @@ REQUEST_QUESTION = "echo-sgl-request:"
 TRACE_QUESTION = "echo-sgl-trace:"
 RECORDING_QUESTION = "echo-sgl-recording:"
 BUDGET_KEY = "echo_sgl_budget_s"
-FORGET_DEMAND_KEY = "echo_sgl_forget_demand"
+FORGET_TRAFFIC_KEY = "echo_sgl_forget_traffic"
 MAX_BUDGET_S = 3600.0
 
 
@@ -96,8 +96,9 @@ def obey(
     scheduler: EchoScheduler, server_args: dict[str, int | float]
 ) -> SetInternalStateReqOutput | None:
     """Do what our routes ask for; None for settings of SGLang's own."""
-    if FORGET_DEMAND_KEY in server_args:
+    if FORGET_TRAFFIC_KEY in server_args:
         scheduler.kv_limits.forget_demand()
+        scheduler.step_control.planner.limit.forget_requests()
         return SetInternalStateReqOutput(updated=True)
     return set_budget(scheduler.step_control.planner.limit, server_args)
 

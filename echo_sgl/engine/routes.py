@@ -16,7 +16,7 @@ from echo_sgl.engine.batch_routes import add_to_server
 from echo_sgl.engine.calibrate_at_start import start_calibration
 from echo_sgl.engine.questions import (
     BUDGET_KEY,
-    FORGET_DEMAND_KEY,
+    FORGET_TRAFFIC_KEY,
     RECORDING_QUESTION,
     REQUEST_QUESTION,
     STEPS_QUESTION,
@@ -123,11 +123,11 @@ def _add_orders(router: APIRouter, replicas: Replicas) -> None:
             return _error(HTTPStatus.CONFLICT, "a replica refused the budget; see its log", None)
         return {"budget_s": float(budget_s), "num_replicas": len(updated)}
 
-    @router.post("/forget-demand")
+    @router.post("/forget-traffic")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def forget_demand() -> dict[str, int]:
-        """Start the reserve anew: what was asked of the server until now was no traffic."""
-        return {"num_replicas": len(await replicas.tell(FORGET_DEMAND_KEY, 1))}
+    async def forget_traffic() -> dict[str, int]:
+        """Start the reserve and a moving budget anew: what ran until now was no traffic."""
+        return {"num_replicas": len(await replicas.tell(FORGET_TRAFFIC_KEY, 1))}
 
 
 def _budget_of(body: bytes) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -9,7 +11,13 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 from echo_sgl.config import CONFIG_ENV
 from echo_sgl.engine import settings
-from echo_sgl.engine.questions import BUDGET_KEY, budget_problem, set_budget
+from echo_sgl.engine.questions import (
+    BUDGET_KEY,
+    FORGET_TRAFFIC_KEY,
+    budget_problem,
+    obey,
+    set_budget,
+)
 from echo_sgl.engine.routes import _router
 from echo_sgl.policies.online_attainment import BudgetController
 from echo_sgl.policies.step_limit import BudgetLimit, NoLimit, OnlineView
@@ -20,7 +28,7 @@ ROUTES = [
     ("GET", "/echo/recording"),
     ("GET", "/echo/requests/abc"),
     ("POST", "/echo/budget"),
-    ("POST", "/echo/forget-demand"),
+    ("POST", "/echo/forget-traffic"),
 ]
 KEY = {"Authorization": "Bearer secret"}
 BUSY = OnlineView(now_s=0.0, decode_due_s=1.0, first_due_s=1.0, alone_s=0.0, is_present=True)
@@ -96,3 +104,18 @@ def test_other_limits_and_other_settings_are_left_alone():
 )
 def test_a_recording_names_itself_with_32_hex_digits_and_where_it_goes_on(client, query):
     assert client.get(f"/echo/recording?{query}", headers=KEY).status_code == 422
+
+
+def test_what_was_no_traffic_moves_neither_reserve_nor_budget() -> None:
+    limit, forgotten = budget_limit(), []
+    limits = SimpleNamespace(forget_demand=lambda: forgotten.append("demand"))
+    control = SimpleNamespace(planner=SimpleNamespace(limit=limit))
+    for _ in range(30):  # a whole window that fell short, and half of the next one
+        limit.note_request(False)
+    assert limit.limit_s(BUSY) < 0.3
+    obey(SimpleNamespace(kv_limits=limits, step_control=control), {FORGET_TRAFFIC_KEY: 1})
+    assert limit.limit_s(BUSY) == 0.3
+    assert forgotten == ["demand"]
+    for _ in range(19):
+        limit.note_request(False)
+    assert limit.limit_s(BUSY) == 0.3, "requests of the half window do not count any more"
