@@ -95,7 +95,6 @@ class ConformalBand:
             band.judge(log_ratio)
         band.add(row, time_s, log_ratio)
         band.shrink(self.NUM_RATIOS)
-        band.centre(self.NUM_CENTRAL)
         band.last_s = now_s if band.last_s is None else max(band.last_s, now_s)
         if band.drift.observe(log_ratio):
             band.shrink(self.NUM_AFTER_DRIFT)
@@ -106,7 +105,6 @@ class ConformalBand:
         for band in self._bands.values():
             recent = [(row, time_s) for row, time_s, _ in band.recent]
             band.replace((row, time_s, self._log_ratio(row, time_s)) for row, time_s in recent)
-            band.centre(self.NUM_CENTRAL)
             band.drift.restart()
 
     def median_ratio(self, kind: StepKind) -> float:
@@ -115,7 +113,7 @@ class ConformalBand:
         A model that is off by a factor for this kind is put right by it. Fewer steps than the
         bound needs: what slows a machine for a second slows all steps in it.
         """
-        return self._bands[kind].median_ratio
+        return self._bands[kind].centre(self.NUM_CENTRAL)
 
     def evidence(self, kind: StepKind, now_s: float) -> Evidence:
         """Whether bounds of this kind rest on enough steps, and on recent ones."""
@@ -194,7 +192,8 @@ class _Tracker:
 class _Band:
     """One kind's recent steps with the logarithms of their ratios, in order of time and of size.
 
-    `ratios` keeps what a quantile's bound is until the next step: it is asked for often.
+    `ratios` keeps what a quantile's bound is until the next step, as `centre` does with the
+    median: they are asked for often.
     """
 
     def __init__(self, quantiles: Sequence[float], coverage_window: int) -> None:
@@ -202,7 +201,7 @@ class _Band:
         self.ordered: list[float] = []
         self.drift = DriftDetector()
         self.last_s: float | None = None
-        self.median_ratio = 1.0
+        self._centre: float | None = None
         self.ratios: dict[float, float] = {}
         self._trackers = {one: _Tracker(one, coverage_window) for one in quantiles}
 
@@ -219,18 +218,24 @@ class _Band:
 
     def add(self, row: BatchRow, time_s: float, log_ratio: float) -> None:
         self.ratios.clear()
+        self._centre = None
         self.recent.append((row, time_s, log_ratio))
         insort(self.ordered, log_ratio)
 
     def replace(self, steps: Iterable[tuple[BatchRow, float, float]]) -> None:
         self.ratios.clear()
+        self._centre = None
         self.recent = deque(steps)
         self.ordered = sorted(log_ratio for _, _, log_ratio in self.recent)
 
-    def centre(self, num_central: int) -> None:
-        if len(self.recent) >= num_central:
+    def centre(self, num_central: int) -> float:
+        """The median ratio of so many latest steps; 1 before there were as many."""
+        if len(self.recent) < num_central:
+            return 1.0
+        if self._centre is None:
             latest = sorted(one for _, _, one in islice(reversed(self.recent), num_central))
-            self.median_ratio = math.exp(latest[num_central // 2])
+            self._centre = math.exp(latest[num_central // 2])
+        return self._centre
 
     def shrink(self, num_left: int) -> None:
         self.ratios.clear()

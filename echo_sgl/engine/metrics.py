@@ -26,6 +26,8 @@ TTFT_BUCKETS_S = tuple(0.01 * 2 ** (step / 2) for step in range(40))
 TPOT_BUCKETS_S = tuple(0.002 * 2 ** (step / 2) for step in range(24))
 OUTCOMES = ("finished", "cancelled", "expired", "failed")
 POOL_PUBLISH_INTERVAL_S = 1.0
+# As steps are learned from: several together cost little more than one.
+STEPS_PUBLISH_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class SchedulerMetrics:
         ).labels(Task.OFFLINE)
         self._cache = CacheMetrics()
         self._steps = StepMetrics()
-        self._next_publish_s = 0.0
+        self._next_publish_s = self._next_steps_s = 0.0
         self._was_busy = False
 
     @staticmethod
@@ -128,16 +130,18 @@ class SchedulerMetrics:
         control: StepControl,
         now_s: float,
     ) -> None:
-        """Once per iteration of the loop; the gauges follow once a second.
+        """Once per iteration of the loop; steps are counted in now and then, gauges once a second.
 
         And at once when nothing waits or runs any more: an idle scheduler may sleep, so what
         stands there last must be right.
         """
-        self._steps.observe(control)
         is_busy = len(pool) > 0 or limits.active_tokens > 0
         # Work that came and went between two refreshes counts, too.
         has_settled = self._was_busy and not is_busy
         self._was_busy = is_busy
+        if now_s >= self._next_steps_s or has_settled:
+            self._next_steps_s = now_s + STEPS_PUBLISH_INTERVAL_S
+            self._steps.observe(control)
         if now_s < self._next_publish_s and not has_settled:
             return
         self._next_publish_s = now_s + POOL_PUBLISH_INTERVAL_S

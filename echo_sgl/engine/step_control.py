@@ -37,7 +37,7 @@ BASE_DECODES = 8
 WAIT_WINDOW_S = 60.0
 # A model's step leaves nothing of the estimator in the CPU's caches, and to fetch it takes longer
 # than to learn from a step: short ones are learned from together.
-LEARN_EVERY_S = 0.05
+LEARN_EVERY_S = 0.1
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class StepMetrics:
         self._totals = CounterTotals()
 
     def observe(self, control: StepControl) -> None:
-        """Take in the steps that ended since, one or two: no step pays for many."""
+        """Take in the steps that ended since; often, so that no step pays for many."""
         notes = control.timer.ended_notes
         while notes:
             note = notes.popleft()

@@ -38,7 +38,7 @@ def test_short_steps_are_learned_from_together():
     control, lessons = control_and_lessons()
     for number in range(8):
         control.observe([(DECODE, number + 1.0)], number * 0.02)
-    assert lessons == [(1, 0.0), (2, 0.06), (3, 0.06), (4, 0.06), (5, 0.12), (6, 0.12), (7, 0.12)]
+    assert lessons == [(1, 0.0), (2, 0.1), (3, 0.1), (4, 0.1), (5, 0.1), (6, 0.1)]
     control.observe([], 1.0)
     assert lessons[-1] == (8, 1.0), "an idle scheduler learns from the last ones, too"
 
