@@ -16,7 +16,8 @@ class HostTime:
 
     `step_s`: the scheduler, from the end of a step on the device to the start of the next one;
     `request_s`: more of that for each request in the step. `intake_s`: of each request, before
-    the scheduler has it and after it gave the answer away: HTTP, tokenizer and detokenizer.
+    the scheduler has it and after it gave the answer away: HTTP, tokenizer and detokenizer;
+    `busy_intake_s`: the same while steps run, which is more where they share the CPU's cores.
 
     Units: seconds, all at least 0.
     """
@@ -24,6 +25,7 @@ class HostTime:
     step_s: float
     request_s: float
     intake_s: float
+    busy_intake_s: float = 0.0
 
     def between_s(self, num_requests: int) -> float:
         """From the end of a step with so many requests to the start of the next."""
@@ -31,11 +33,15 @@ class HostTime:
 
 
 def fit_host_time(
-    gaps: Sequence[tuple[int, float]], lone_s: Sequence[tuple[float, float]]
+    gaps: Sequence[tuple[int, float]],
+    lone_s: Sequence[tuple[float, float]],
+    beside_s: Sequence[tuple[float, float, float]] = (),
 ) -> HostTime:
     """`gaps`: requests in a step and the time from its end to the next step's start, of steps
     that another one waited for. `lone_s`: of requests that were alone, how long their clients
-    waited and how long the device worked.
+    waited and how long the device worked. `beside_s`: the same of requests that came while
+    another one decoded, and how long one of its steps was, from start to start: they come at any
+    moment of one, and wait for half of it.
 
     Least squares, since what a server does in an hour follows from the mean. No coefficient is
     below 0: a device that is given work ahead of time (overlap) never waits.
@@ -47,7 +53,9 @@ def fit_host_time(
     waits_s = [client_s - device_s for client_s, device_s in lone_s]
     # The step of a lone request has its own time at the host, which is in `step_s` already.
     intake_s = max(0.0, float(np.median(waits_s)) - step_s - request_s)
-    return HostTime(step_s, request_s, intake_s)
+    busy_s = [client_s - device_s - other_s / 2 for client_s, device_s, other_s in beside_s]
+    busy_intake_s = float(np.median(busy_s)) - step_s - request_s if busy_s else 0.0
+    return HostTime(step_s, request_s, intake_s, max(intake_s, busy_intake_s))
 
 
 def _line_above_0(counts: FloatArray, times_s: FloatArray) -> tuple[float, float]:

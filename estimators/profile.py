@@ -182,9 +182,10 @@ def _largest_step(table: _Table) -> dict[str, int]:
 
 
 def _host(table: _Table) -> HostTime:
-    host = HostTime(
-        **{item.name: table.take(item.name, float) for item in dataclasses.fields(HostTime)}
-    )
+    names = [item.name for item in dataclasses.fields(HostTime)]
+    if "busy_intake_s" not in table:  # older profiles have none
+        names.remove("busy_intake_s")
+    host = HostTime(**{name: table.take(name, float) for name in names})
     table.close()
     return host
 

@@ -70,9 +70,7 @@ class AblationOptions:
     max_answer_tokens: int = option(0, "longest offline answer; 0: as the job says", 0)
     window: int = option(512, "offline lines in flight; llm-d sends its jobs at once", 1)
     stream_offline: bool = option(False, "stream offline answers too")
-    phases_apart: bool = option(
-        False, "each phase as on a new server, with its whole window"
-    )
+    phases_apart: bool = option(False, "each phase as on a new server, with its whole window")
     pool_tokens: int = option(20_000, "KV pool (--max-total-tokens); 0: server's default", 0)
     max_running_requests: int = option(16, "the server's limit; 0: server's default", 0)
     chunked_prefill_size: int = option(512, "prefill tokens a step; 0: server's default", 0)

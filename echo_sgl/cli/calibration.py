@@ -37,6 +37,8 @@ HELD_OUT_SHARE = 0.25
 REQUEST_TIMEOUT_S = 300.0
 WARM_UP_REQUESTS = 3
 LONE_REQUESTS, LONE_PROMPT_TOKENS = 12, 8
+# Requests beside a decode are known by their length among the steps.
+BESIDE_DECODE_TOKENS, BESIDE_PROMPT_TOKENS, MOST_BESIDE = 256, 9, 60
 POLL_S = 0.5
 DECODE_TOKENS = 16
 # Ids below these are often special tokens of a tokenizer.
@@ -129,6 +131,7 @@ class Driver:
         self._client = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S)
         self.server: dict[str, Any] = self._replica()["server"]
         self._lone_s: list[float] = []
+        self._beside_s: list[float] = []
         self._start_s = 0.0
 
     def require_idle(self, *, within_s: float = 0.0) -> None:
@@ -147,7 +150,8 @@ class Driver:
         """Drive the grid for that long; rows and times of the steps that it became."""
         self._send(Wave(((0, 8, 2),) * WARM_UP_REQUESTS))
         before, self._start_s = self._replica()["num_steps"], time.monotonic()
-        self._lone_s = [self._time_alone_s() for _ in range(LONE_REQUESTS)]
+        self._lone_s = [self._time_of(LONE_PROMPT_TOKENS) for _ in range(LONE_REQUESTS)]
+        self._beside_s = self._times_beside_a_decode()
         for wave in grid(self.server, self._random):
             self._send(wave)
             elapsed_s = time.monotonic() - self._start_s
@@ -171,19 +175,36 @@ class Driver:
         elapsed_s = time.monotonic() - self._start_s
         [replica] = fetch(self._url, "/echo/trace", self._api_key, seconds=elapsed_s)["replicas"]
         notes = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
-        alone = [
-            note["time_s"]
-            for note in notes
-            if note["prefill_tokens"] == LONE_PROMPT_TOKENS and note["time_s"] is not None
+        gaps = host_gaps(notes)
+        lone_s = list(zip(self._lone_s, _prefill_times(notes, LONE_PROMPT_TOKENS), strict=False))
+        if not gaps or not lone_s:
+            return None
+        beside = _prefill_times(notes, BESIDE_PROMPT_TOKENS)
+        step_s = decode_period_s(notes, BESIDE_PROMPT_TOKENS)
+        beside_s = [
+            (client_s, device_s, step_s)
+            for client_s, device_s in zip(self._beside_s, beside, strict=False)
         ]
-        gaps, lone_s = host_gaps(notes), list(zip(self._lone_s, alone, strict=False))
-        return fit_host_time(gaps, lone_s) if gaps and lone_s else None
+        # The first of them may have come before the decode, the last one after it.
+        return fit_host_time(gaps, lone_s, beside_s[1:-1])
 
-    def _time_alone_s(self) -> float:
-        """How long the client of one short request waits, when nobody else is there."""
-        prompt, start_s = self._tokens(LONE_PROMPT_TOKENS), time.monotonic()
+    def _time_of(self, prompt_tokens: int) -> float:
+        """How long the client of one request with one token of answer waits."""
+        prompt, start_s = self._tokens(prompt_tokens), time.monotonic()
         self._generate(prompt, 1)
         return time.monotonic() - start_s
+
+    def _times_beside_a_decode(self) -> list[float]:
+        """The same for requests that come, one at a time, while another one decodes."""
+        waits_s: list[float] = []
+        most = self.server["max_context_tokens"] - LONE_PROMPT_TOKENS - 1
+        with ThreadPoolExecutor(1) as other:
+            prompt = self._tokens(LONE_PROMPT_TOKENS)
+            decoding = other.submit(self._generate, prompt, min(BESIDE_DECODE_TOKENS, most))
+            while not decoding.done() and len(waits_s) < MOST_BESIDE:
+                waits_s.append(self._time_of(BESIDE_PROMPT_TOKENS))
+            decoding.result()
+        return waits_s
 
     def _send(self, wave: Wave) -> None:
         shared = self._tokens(wave.shared_tokens)
@@ -223,6 +244,27 @@ class Driver:
                 "--dp-size 1 on the same device"
             )
         return replicas[0]
+
+
+def _prefill_times(notes: Sequence[dict[str, Any]], prompt_tokens: int) -> list[float]:
+    """Of steps that prefilled such a prompt and nothing else."""
+    return [
+        note["time_s"]
+        for note in notes
+        if note["prefill_tokens"] == prompt_tokens and note["time_s"] is not None
+    ]
+
+
+def decode_period_s(notes: Sequence[dict[str, Any]], prompt_tokens: int) -> float:
+    """From the start of a decode step to that of the next, while such prompts came; 0 if none."""
+    places = [place for place, one in enumerate(notes) if one["prefill_tokens"] == prompt_tokens]
+    during = notes[places[0] : places[-1]] if places else []
+    periods_s = [
+        after["start_s"] - note["start_s"]
+        for note, after in itertools.pairwise(during)
+        if not note["num_prefills"] and not after["num_prefills"]
+    ]
+    return float(np.median(periods_s)) if periods_s else 0.0
 
 
 def host_gaps(notes: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:

@@ -93,7 +93,7 @@ class SimServer:
         while len(self._events) and self.results.end_s < until_s:
             now_s, priority, event = self._events.pop()
             if priority is Priority.ARRIVAL:
-                self._arrive(now_s, *event)
+                self._reach(now_s, *event)
             else:
                 self._end_step(now_s)
                 self._start_step(now_s)
@@ -113,12 +113,20 @@ class SimServer:
         client could tell the one from the other.
         """
         at_s = self._traces[task].at_s[number] + self.config.host.intake_s
-        self._events.push(at_s, Priority.ARRIVAL, (task, number))
+        self._events.push(at_s, Priority.ARRIVAL, (task, number, False))
 
-    def _arrive(self, now_s: float, task: Task, number: int) -> None:
-        trace = self._traces[task]
-        if number + 1 < len(trace):
-            self._expect(task, number + 1)
+    def _reach(self, now_s: float, task: Task, number: int, has_waited: bool) -> None:
+        """A request is at the scheduler, or was held up on the way because steps run."""
+        if not has_waited:
+            if number + 1 < len(self._traces[task]):
+                self._expect(task, number + 1)
+            late_s = self.config.host.busy_intake_s - self.config.host.intake_s
+            if self._plan is not None and late_s > 0:
+                self._events.push(now_s + late_s, Priority.ARRIVAL, (task, number, True))
+                return
+        self._arrive(now_s, self._traces[task], number)
+
+    def _arrive(self, now_s: float, trace: Trace, number: int) -> None:
         request = trace.request(number)
         if self._observer is not None:
             self._observer.came(request)

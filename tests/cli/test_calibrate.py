@@ -14,7 +14,7 @@ import pytest
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, rows_of
 from echo_sgl.cli.calibrate import host_line
-from echo_sgl.cli.calibration import DECODE_TOKENS, fit_all, grid, host_gaps
+from echo_sgl.cli.calibration import DECODE_TOKENS, decode_period_s, fit_all, grid, host_gaps
 from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
@@ -152,10 +152,21 @@ def test_only_steps_that_another_one_waited_for_tell_the_hosts_time() -> None:
     assert host_gaps(notes) == [(2, pytest.approx(0.003)), (1, pytest.approx(0.49))]
 
 
+def test_the_period_of_a_decode_is_told_by_steps_that_follow_one_another() -> None:
+    steps = [(0.0, 1, 9), (0.02, 0, 0), (0.05, 0, 0), (0.07, 1, 9), (0.10, 0, 0), (0.13, 0, 0)]
+    steps += [(0.15, 1, 9), (0.2, 0, 0), (0.9, 0, 0)]  # what comes after the last one is another's
+    notes = [
+        {**note(start_s, 0.01, prefills, 1 - prefills), "prefill_tokens": tokens}
+        for start_s, prefills, tokens in steps
+    ]
+    assert decode_period_s(notes, 9) == pytest.approx(0.03)
+    assert decode_period_s(notes, 8) == 0.0
+
+
 def test_the_hosts_time_is_told_in_milliseconds() -> None:
-    line = host_line(HostTime(step_s=0.0012, request_s=0.00005, intake_s=0.004))
+    line = host_line(HostTime(0.0012, 0.00005, 0.004, 0.009))
     assert line.startswith("host: 1.20 ms between steps and 0.050 ms more for each request")
-    assert line.endswith("4.00 ms around a request")
+    assert line.endswith("4.00 ms around a request, 9.00 ms while steps run")
 
 
 def test_an_unknown_model_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

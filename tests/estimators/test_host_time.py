@@ -29,6 +29,16 @@ def test_gaps_that_shrink_with_requests_are_taken_at_their_mean() -> None:
     assert (host.step_s, host.request_s) == (pytest.approx(0.003), 0.0)
 
 
+def test_requests_beside_a_decode_wait_for_half_of_a_step_and_the_rest_is_the_host() -> None:
+    gaps, lone_s = [(1, 0.001), (4, 0.001)], [(0.016, 0.005)]
+    waits_s = [0.009 + 0.001 + 0.005 + step_s for step_s in (0.0, 0.01, 0.02, 0.03, 0.04)]
+    host = fit_host_time(gaps, lone_s, [(wait_s, 0.005, 0.04) for wait_s in waits_s])
+    assert host.intake_s == pytest.approx(0.01)
+    assert host.busy_intake_s == pytest.approx(0.01), "never less than on an idle server"
+    slower = fit_host_time(gaps, lone_s, [(wait_s + 0.02, 0.005, 0.04) for wait_s in waits_s])
+    assert slower.busy_intake_s == pytest.approx(0.029)
+
+
 def test_nothing_measured_is_refused() -> None:
     with pytest.raises(ValueError, match="0 steps and 1 lone"):
         fit_host_time([], [(1.0, 0.5)])

@@ -327,6 +327,17 @@ def test_a_lone_request_waits_for_the_host_and_the_device() -> None:
     assert slow.tpot_s[0] - quick.tpot_s[0] == pytest.approx(0.0035)
 
 
+def test_a_request_that_comes_while_steps_run_is_taken_in_later() -> None:
+    """The second comes while the first decodes, the third when nobody is there."""
+    at_s = array("d", (0.0, 0.5, 90.0))
+    online = Trace(Task.ONLINE, at_s, array("q", (100,) * 3), array("q", (200, 5, 5)))
+    idle = simulate(server(host=HostTime(0.01, 0.0, 0.02)), online)
+    busy = simulate(server(host=HostTime(0.01, 0.0, 0.02, 0.07)), online)
+    later_s = sorted(b - a for a, b in zip(sorted(idle.ttft_s), sorted(busy.ttft_s), strict=True))
+    assert later_s[:2] == pytest.approx([0.0, 0.0])
+    assert later_s[2] == pytest.approx(0.05, abs=0.02)  # up to one step more or less
+
+
 def test_steps_with_scatter_take_as_long_on_average_as_those_without() -> None:
     online = Trace(Task.ONLINE, array("d", (0.0,)), array("q", (100,)), array("q", (4000,)))
     [even] = simulate(server(kv_tokens=10_000), online).tpot_s
