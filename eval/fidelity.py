@@ -38,7 +38,7 @@ from echo_sgl.cli.calibration import Driver, fit_all
 from echo_sgl.cli.server_route import fetch
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
-from echo_sgl.sim.server_config import ServerConfig
+from echo_sgl.sim.server_config import ServerConfig, SpeedChange
 from eval.ablation import Ablation
 from eval.ablation_figures import reference_figures
 from eval.ablation_load import LLM_D
@@ -58,7 +58,7 @@ from eval.fidelity_report import (
     cause_of,
     markdown,
     rows_of_phase,
-    speed_factors,
+    speed_changes,
     step_evidence,
 )
 from eval.records import Record, read_records
@@ -171,7 +171,10 @@ class Fidelity(Ablation):
             simulated = self._simulate(config, real, prompts)
             again: list[list[Record]] = []
             if (known := evidence.get(phase)) is not None:
-                again = self._simulate(at_speed(config, known), real, prompts)
+                start_s, _ = steps["spans_s"][phase]
+                notes = notes_of(steps, phase, self._first_s(name, phase, repetition))
+                changes = speed_changes(self._profile_of(name, repetition), notes, start_s)
+                again = self._simulate(at_speed(config, known, changes), real, prompts)
             yield from rows_of_phase(name, phase, real, simulated, window, again)
 
     def _first_s(self, name: str, phase: str, repetition: int) -> float:
@@ -285,20 +288,23 @@ class Fidelity(Ablation):
 def evidence_of(profile: Profile, steps: Tree, first_s: Mapping[str, float]) -> dict[str, Tree]:
     """What is known of the steps of each phase that was kept, from so long after its begin."""
     return {
-        phase: step_evidence(
-            profile,
-            [one for one in steps["notes"] if start_s + first_s[phase] <= one["start_s"] < end_s],
-        )
-        for phase, (start_s, end_s) in steps.get("spans_s", {}).items()
+        phase: step_evidence(profile, notes_of(steps, phase, first_s[phase]))
+        for phase in steps.get("spans_s", {})
     }
 
 
-def at_speed(config: ServerConfig, evidence: Tree) -> ServerConfig:
+def notes_of(steps: Tree, phase: str, first_s: float) -> list[Tree]:
+    """The steps of a phase, from so long after its begin."""
+    start_s, end_s = steps["spans_s"][phase]
+    return [one for one in steps["notes"] if start_s + first_s <= one["start_s"] < end_s]
+
+
+def at_speed(config: ServerConfig, evidence: Tree, changes: Sequence[SpeedChange]) -> ServerConfig:
     """The twin of a server whose steps, and the gaps between them, took what was measured."""
     over = evidence["host_over_profile"] or 1.0
     host = config.host
     host = dataclasses.replace(host, step_s=host.step_s * over, request_s=host.request_s * over)
-    return dataclasses.replace(config, step_factors=speed_factors(evidence), host=host)
+    return dataclasses.replace(config, step_factors=changes, host=host)
 
 
 def check_load(options: AblationOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from echo_sgl.batch_shape import BatchRow, StepKind
 from echo_sgl.cli.calibration import host_gaps
 from echo_sgl.estimators.profile import Profile
+from echo_sgl.sim.server_config import SpeedChange
 from echo_sgl.types import Task
 from eval.records import Record
 from eval.summary import (
@@ -32,6 +34,8 @@ _APART_LINES = [
     "  hangs on who came first",
 ]
 _YES = {True: "yes", False: "no", None: "-"}
+# A shared machine changes its speed within seconds; fewer steps than that tell little of it.
+SPEED_WINDOW_S, MIN_STEPS = 4.0, 8
 # A class that hardly shares anything has a hit ratio of noise.
 LEAST_HIT_RATIO = 0.02
 
@@ -169,7 +173,7 @@ def step_evidence(profile: Profile, notes: Sequence[Tree]) -> Tree:
     real, said = dict.fromkeys(StepKind, 0.0), dict.fromkeys(StepKind, 0.0)
     for note in notes:
         if note["time_s"] is not None:
-            row = BatchRow(*(note[name] for name in BatchRow._fields))
+            row = row_of(note)
             real[row.kind] += note["time_s"]
             said[row.kind] += model.predict_s(row)
     gaps = host_gaps(notes)
@@ -196,15 +200,36 @@ def cause_of(row: Row, evidence: Tree | None) -> str:
     over = (evidence or {}).get("device_over_profile")
     if over is None:
         return "not known: no steps were kept"
-    if row.figure != "hit ratio" and row.is_kept_at_speed:
+    if row.is_kept_at_speed:
         return f"steps took {over:.2f} x what the profile says"
     return "decisions or waits differ"
 
 
-def speed_factors(evidence: Tree) -> dict[StepKind, float]:
-    """How many times longer steps of each kind took than the profile says, where any ran."""
-    factors = {kind: evidence[f"{kind}_over_profile"] for kind in StepKind}
-    return {kind: factor for kind, factor in factors.items() if factor}
+def speed_changes(profile: Profile, notes: Sequence[Tree], start_s: float) -> list[SpeedChange]:
+    """How many times longer steps took than the profile says, every `SPEED_WINDOW_S` anew.
+
+    `start_s`: when the phase's clock began. A kind of which few ran in a window has the factor of
+    all steps in it; a window without steps goes on as the one before.
+    """
+    windows: dict[int, list[Tree]] = {}
+    for note in notes:
+        windows.setdefault(int((note["start_s"] - start_s) // SPEED_WINDOW_S), []).append(note)
+    changes = []
+    for number, those in sorted(windows.items()):
+        evidence = step_evidence(profile, those)
+        if all_s := evidence["device_over_profile"]:
+            counts = Counter(row_of(note).kind for note in those)
+            factors = {
+                kind: evidence[f"{kind}_over_profile"] if counts[kind] >= MIN_STEPS else all_s
+                for kind in StepKind
+            }
+            changes.append(SpeedChange(number * SPEED_WINDOW_S, factors))
+    return changes
+
+
+def row_of(note: Tree) -> BatchRow:
+    """What a step ran."""
+    return BatchRow(*(note[name] for name in BatchRow._fields))
 
 
 def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tree]]) -> str:
@@ -224,8 +249,9 @@ def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tr
         "  at the times at which they were sent, the same tokens, the server's config, and that",
         "  profile: the model of its steps, their scatter, and the host's time around them",
         *(_APART_LINES if config["options"].get("phases_apart") else ()),
-        "- `at speed`: simulated again with steps (by kind) and the host's time between them as",
-        "  many times longer as they were in that phase; what differs then is the simulator's part",
+        "- `at speed`: simulated again with steps (by kind, every few seconds anew) and the host's",
+        "  time between them as many times longer as they were; what differs then is the",
+        "  simulator's part",
         "- a simulated figure is the median of several, which differ in how steps' times scatter",
         "- tokens/s: of the job, where answers were streamed as they came to its client: a prompt",
         "  comes with its first token",

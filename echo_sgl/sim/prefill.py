@@ -80,6 +80,8 @@ class PrefillPass:
         if offline.max_running_requests:
             limit = min(limit, offline.max_running_requests - scheduler.num_offline)
         offered = scheduler.pool.upcoming(max(0, limit))
+        if scheduler.config.echo.cache.order == "stock":
+            return offered  # SGLang's own tree does not tell what weighing asks
         return self._weighed(offered, steps.candidates)
 
     def _free_slots(self) -> int:

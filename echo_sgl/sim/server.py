@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from echo_sgl.batch_shape import StepKind
 from echo_sgl.sim.events import EventQueue, Priority
 from echo_sgl.sim.prefill import PrefillPass
 from echo_sgl.sim.results import SimResults
@@ -70,6 +71,8 @@ class SimServer:
         self._is_stepping = False
         self._plan: StepPlan | None = None
         self._unseen: list[SimRequest] = []
+        self._factors: Mapping[StepKind, float] = {}
+        self._next_change = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -234,8 +237,13 @@ class SimServer:
 
     def _device_s(self, plan: StepPlan) -> float:
         time_s = self.config.device.predict_s(plan.row)
-        if self.config.step_factors:
-            time_s *= self.config.step_factors.get(plan.row.kind, 1.0)
+        while self._next_change < len(self.config.step_factors):
+            change = self.config.step_factors[self._next_change]
+            if change.at_s > self.scheduler.now_s:
+                break
+            self._factors, self._next_change = change.factors, self._next_change + 1
+        if self._factors:
+            time_s *= self._factors.get(plan.row.kind, 1.0)
         if self.config.noise:
             noise = self.config.noise
             time_s *= math.exp(self._rng.gauss(-noise * noise / 2, noise))  # its mean is 1

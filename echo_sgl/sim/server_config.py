@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import EchoConfig, parse_config
@@ -14,6 +15,16 @@ from echo_sgl.estimators.host_time import HostTime
 NO_HOST_TIME = HostTime(0.0, 0.0, 0.0)
 
 
+class SpeedChange(NamedTuple):
+    """From `at_s` on, steps of each kind take so many times as long as the device's model says.
+
+    1 where a kind is not named. Units: seconds on the traces' clock.
+    """
+
+    at_s: float
+    factors: Mapping[StepKind, float]
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What is simulated.
@@ -22,8 +33,8 @@ class ServerConfig:
     kept true by the simulated steps. `host` comes on top of each step and of each request,
     as it was measured with the profile. `noise` is the standard deviation of a step's time as a
     share of it, drawn from `seed`. `step_factors`: how many times longer steps of a kind take
-    than `device` says, 1 where nothing is said; the estimator has to find out. The rest are
-    SGLang's settings of the same name.
+    than `device` says, in order of time; the estimator has to find out. The rest are SGLang's
+    settings of the same name.
 
     Errors: `ConfigError` names the value that leaves no server.
     """
@@ -40,7 +51,7 @@ class ServerConfig:
     schedule_conservativeness: float = 1.0
     host: HostTime = NO_HOST_TIME
     noise: float = 0.0
-    step_factors: Mapping[StepKind, float] = field(default_factory=dict)
+    step_factors: Sequence[SpeedChange] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,8 +63,9 @@ class ServerConfig:
                 f"page_tokens is {self.page_tokens}; allowed is up to kv_tokens "
                 f"({self.kv_tokens}) and chunked_prefill_tokens ({self.chunked_prefill_tokens})"
             )
-        if wrong := {kind: value for kind, value in self.step_factors.items() if not value > 0}:
-            raise ConfigError(f"step_factors are {wrong}; a step takes a time above 0")
+        for change in self.step_factors:
+            if wrong := {kind: value for kind, value in change.factors.items() if not value > 0}:
+                raise ConfigError(f"step_factors are {wrong}; a step takes a time above 0")
         if not 0 <= self.noise < 1:
             raise ConfigError(f"noise is {self.noise}; allowed is a share of 0 to 1")
 

@@ -13,6 +13,7 @@ from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.held_out import StepError
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile
+from echo_sgl.sim.server_config import SpeedChange
 from echo_sgl.types import Task
 from eval.ablation_options import AblationOptions
 from eval.fidelity import at_speed, check_load, evidence_of, given_load, stored_options
@@ -22,7 +23,7 @@ from eval.fidelity_report import (
     cause_of,
     markdown,
     rows_of_phase,
-    speed_factors,
+    speed_changes,
     step_evidence,
 )
 from eval.records import Record, Status
@@ -183,14 +184,24 @@ def test_evidence_compares_the_steps_with_their_profile() -> None:
     assert evidence["decode_over_profile"] == pytest.approx(2.0)
     assert evidence["mixed_over_profile"] is None
     assert evidence["host_over_profile"] == pytest.approx(1.0)
-    assert speed_factors(evidence) == {StepKind.DECODE: pytest.approx(2.0)}
+
+
+def test_the_speed_is_told_anew_every_few_seconds() -> None:
+    row = BatchRow(0, 0, 0, 0, 4, 400, 100)
+    time_s = device().predict_s(row)
+    twice = [{**row._asdict(), "start_s": 100.0 + 0.1 * n, "time_s": 2 * time_s} for n in range(9)]
+    thrice = [{**one, "start_s": one["start_s"] + 8.0, "time_s": 3 * time_s} for one in twice[:2]]
+    changes = speed_changes(profile(), [*twice, *thrice], 100.0)
+    assert [change.at_s for change in changes] == [0.0, 8.0]
+    assert changes[0].factors[StepKind.DECODE] == pytest.approx(2.0)
+    assert changes[0].factors[StepKind.PREFILL] == pytest.approx(2.0), "as all steps at that time"
+    assert changes[1].factors[StepKind.DECODE] == pytest.approx(3.0)
 
 
 def test_at_the_runs_speed_steps_take_as_long_as_they_did() -> None:
     host = HostTime(step_s=0.002, request_s=0.0005, intake_s=0.3)
-    known = {"host_over_profile": 2.0, "prefill_over_profile": 3.0}
-    known |= dict.fromkeys(("decode_over_profile", "mixed_over_profile"))
-    twin = at_speed(server(host=host), known)
+    changes = [SpeedChange(0.0, {StepKind.PREFILL: 3.0})]
+    twin = at_speed(server(host=host), {"host_over_profile": 2.0}, changes)
     assert twin.host == HostTime(step_s=0.004, request_s=0.001, intake_s=0.3)
     real = [record("a", 0.0)]
     ends_s = []

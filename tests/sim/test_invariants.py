@@ -19,7 +19,7 @@ from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.new_token_ratio import NewTokenRatio
 from echo_sgl.sim.server import SimServer, simulate
-from echo_sgl.sim.server_config import ServerConfig
+from echo_sgl.sim.server_config import ServerConfig, SpeedChange
 from echo_sgl.sim.workload import MOST_PLANNED_TOKENS, SimRequest, Trace, empty_trace
 from echo_sgl.types import Task
 from tests.sim.workloads import SLO, device, offline_trace, online_trace, server
@@ -347,14 +347,22 @@ def test_steps_with_scatter_take_as_long_on_average_as_those_without() -> None:
 
 
 def test_a_device_that_is_slower_than_its_profile_is_found_out() -> None:
-    slow = server(step_factors={StepKind.DECODE: 2.0})
+    slow = server(step_factors=[SpeedChange(0.0, {StepKind.DECODE: 2.0})])
     twin = SimServer(slow, online_trace(60, rate_rps=20), empty_trace(Task.OFFLINE))
     twin.run()
     shape = BatchShape()
     shape.add_decode(200)
     assert twin.scheduler.estimator.predict_s(shape) == pytest.approx(2 * device().predict_s(shape))
     with pytest.raises(ConfigError, match=r"step_factors are .*-1"):
-        server(step_factors={StepKind.PREFILL: -1.0})
+        server(step_factors=[SpeedChange(0.0, {StepKind.PREFILL: -1.0})])
+
+
+def test_a_device_changes_its_speed_when_it_is_said() -> None:
+    at_s, twice = array("d", (0.0, 50.0)), array("q", (100, 100))
+    online = Trace(Task.ONLINE, at_s, twice, array("q", (9, 9)))
+    changes = [SpeedChange(0.0, {StepKind.DECODE: 2.0}), SpeedChange(40.0, {})]
+    slow_s, usual_s = simulate(server(step_factors=changes), online).tpot_s
+    assert slow_s == pytest.approx(2 * usual_s, rel=0.01)
 
 
 def test_the_estimator_learns_what_the_device_takes_alone() -> None:
@@ -364,3 +372,22 @@ def test_the_estimator_learns_what_the_device_takes_alone() -> None:
     shape = BatchShape()
     shape.add_decode(200)
     assert twin.scheduler.estimator.predict_s(shape) == pytest.approx(device().predict_s(shape))
+
+
+def test_with_sglangs_own_tree_nobody_is_weighed_and_lines_start_in_their_order() -> None:
+    lines = offline_trace(60, num_prefixes=6)
+    started: dict[str, list[int]] = {}
+    for cache_order in ("stock", "lru"):
+        sections = {"offline": {"order": "fcfs"}, "cache": {"order": cache_order}}
+        twin = SimServer(server(sections, kv_tokens=4000), empty_trace(Task.ONLINE), lines)
+        taken = started[cache_order] = []
+        take = twin.scheduler.pool.take
+
+        def note(request: SimRequest, take: Any = take, taken: list[int] = taken) -> None:
+            taken.append(request.number)
+            take(request)
+
+        twin.scheduler.pool.take = note  # type: ignore[method-assign]
+        twin.run()
+    assert started["stock"] == sorted(started["stock"])
+    assert started["lru"] != sorted(started["lru"])
