@@ -30,7 +30,7 @@ BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
 
 
 def run() -> list[dict[str, Any]]:
-    """Rows for `make bench`: median and p99 of a step's own time."""
+    """Rows for `make bench`: median and p99 of a step's own time, of all and by what they run."""
     config = BUILD_DIR / "bench-steps.toml"
     config.parent.mkdir(exist_ok=True)
     config.write_text(CONFIG, encoding="utf-8")
@@ -42,13 +42,22 @@ def run() -> list[dict[str, Any]]:
     ]
     log_path = BUILD_DIR / "logs" / "bench-steps.log"
     with running_server(demo_model("tiny"), args, config=config, log_path=log_path) as server:
-        own_s, time_s = _steps(server)
+        own_s, time_s, is_decode = _steps(server)
+    return [
+        *_rows("a step", own_s, time_s),
+        *_rows("a step that decodes", own_s[is_decode], time_s[is_decode]),
+        *_rows("a step that prefills", own_s[~is_decode], time_s[~is_decode]),
+    ]
+
+
+def _rows(what: str, own_s: Any, time_s: Any) -> list[dict[str, Any]]:
+    """Shapes: (steps,) each."""
     rows = []
     for name, quantile in (("median", 0.5), ("p99", 0.99)):
         own_us = float(np.quantile(own_s, quantile) * 1e6)
         rows.append(
             {
-                "name": f"own time of a step, {NUM_POOLED:,} pooled, {NUM_RUNNING} running, {name}",
+                "name": f"own time of {what}, {NUM_POOLED:,} pooled, {NUM_RUNNING} running, {name}",
                 "ours": own_us,
                 "stock": None,
                 "ratio": float(own_us / (np.median(time_s) * 1e6)),
@@ -60,30 +69,33 @@ def run() -> list[dict[str, Any]]:
     return rows
 
 
-def _steps(server: Server) -> tuple[Any, Any]:
-    """Own and execution times (s) of steps with a full pool. Shapes: (steps,) each."""
+def _steps(server: Server) -> tuple[Any, Any, Any]:
+    """Own and execution times (s) of steps with a full pool, and whether they only decode.
+
+    Shapes: (steps,) each.
+    """
     job = threading.Thread(target=_send_job, args=(server,), daemon=True)
     job.start()
     _wait(lambda: _num_pooled(server) >= MIN_POOLED, "the pool is full")
     online = threading.Thread(target=_send_online, args=(server,), daemon=True)
     online.start()
-    steps: list[tuple[float, float]] = []
+    steps: list[tuple[float, float, bool]] = []
 
     def enough() -> bool:
         steps[:] = _planned_steps(server)
         return len(steps) >= MIN_STEPS
 
     _wait(enough, f"{MIN_STEPS} steps are done")
-    own_s, time_s = np.array(steps).T
-    return own_s, time_s
+    own_s, time_s, is_decode = np.array(steps).T
+    return own_s, time_s, is_decode.astype(bool)
 
 
-def _planned_steps(server: Server) -> list[tuple[float, float]]:
+def _planned_steps(server: Server) -> list[tuple[float, float, bool]]:
     answer = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": LIMIT_S}, timeout=LIMIT_S)
     [replica] = answer.json()["replicas"]
     at = {name: number for number, name in enumerate(replica["columns"])}
     return [
-        (row[at["own_s"]], row[at["time_s"]])
+        (row[at["own_s"]], row[at["time_s"]], not row[at["num_prefills"]])
         for row in replica["rows"]
         if row[at["num_pooled"]] >= MIN_POOLED and row[at["time_s"]] is not None
     ]
