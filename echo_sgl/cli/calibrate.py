@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from echo_sgl.estimators.profile import Profile
 
 IDLE_WITHIN_S = 120.0
-RESERVE_WARNING = (
+TRAFFIC_WARNING = (
     "The server took the measurement for traffic: its burst reserve keeps room for it for up to "
     "reserve.window_s, and a budget that adapts has moved. POST /echo/forget-traffic was refused, "
     "which wants the admin key if there is one."
@@ -69,7 +69,7 @@ def calibrate(
             seconds, on_wave=lambda share: status.update(f"measuring, {share:.0%}")
         )
     if not driver.forget_traffic():
-        console.print(RESERVE_WARNING, highlight=False)
+        console.print(TRAFFIC_WARNING, highlight=False)
     calibration = fit_all(samples, driver.server, seed=seed, host=driver.host_time())
     Console().print(error_table(calibration))
     if calibration.host is not None:

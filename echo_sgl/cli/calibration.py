@@ -38,7 +38,7 @@ REQUEST_TIMEOUT_S = 300.0
 WARM_UP_REQUESTS = 3
 LONE_REQUESTS, LONE_PROMPT_TOKENS = 12, 8
 # Requests beside a decode are known by their length among the steps.
-BESIDE_DECODE_TOKENS, BESIDE_PROMPT_TOKENS, MOST_BESIDE = 256, 9, 60
+BESIDE_DECODE_TOKENS, BESIDE_PROMPT_TOKENS = 64, 9
 POLL_S = 0.5
 DECODE_TOKENS = 16
 # Ids below these are often special tokens of a tokenizer.
@@ -201,7 +201,7 @@ class Driver:
         with ThreadPoolExecutor(1) as other:
             prompt = self._tokens(LONE_PROMPT_TOKENS)
             decoding = other.submit(self._generate, prompt, min(BESIDE_DECODE_TOKENS, most))
-            while not decoding.done() and len(waits_s) < MOST_BESIDE:
+            while not decoding.done():
                 waits_s.append(self._time_of(BESIDE_PROMPT_TOKENS))
             decoding.result()
         return waits_s

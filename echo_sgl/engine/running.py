@@ -30,6 +30,7 @@ class Running:
         "_is_outdated",
         "_num_reqs",
         "_offline",
+        "_online",
         "_reqs",
         "_tpot_s",
         "decode_due_s",
@@ -55,7 +56,8 @@ class Running:
                 due_s = min(due_s, terms.due_s(num_outputs))
                 # What is due after a first token is not known before it.
                 tpots_s.add(terms.promise.tpot_s if num_outputs else None)
-        self.online, self._offline = _shape(Contexts.of(online)), Contexts.of(offline)
+        self._online, self._offline = Contexts.of(online), Contexts.of(offline)
+        self.online = _shape(self._online)
         self.decode_due_s = due_s
         # Of several promises, another may be due first after some steps.
         self._tpot_s = next(iter(tpots_s), math.inf) if len(tpots_s) < 2 else None
@@ -76,13 +78,9 @@ class Running:
         """Each of them has so many tokens more."""
         self._first_tokens += tokens
         self._all, self._offline = self._all.longer(tokens), self._offline.longer(tokens)
-        if num_online := len(self.online):
-            online = self.online
-            self.online = SummedShape(
-                num_online,
-                online.decode_tokens + tokens * num_online,
-                online.max_decode_tokens + tokens,
-            )
+        if self._online.num:
+            self._online = self._online.longer(tokens)
+            self.online = _shape(self._online)
             self.decode_due_s += tokens * tpot_s
 
     def offline_contexts(self, reqs: Sequence[Req]) -> Contexts:
