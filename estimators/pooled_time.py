@@ -13,18 +13,25 @@ from echo_sgl.estimators.samples import (
     MIN_SAMPLES,
     columns_of,
     fit_nonnegative,
+    fit_with_knee,
     kinds_of,
     require_variety,
     weighted_sum,
 )
 
-NUM_PREFILL = 3
+NUM_PREFILL = 6
+# Tokens from which on a prefill may cost more, or less, for each further one.
+KNEES_TOKENS = (32, 64, 128, 256, 512, 1024)
 
 
 class PooledBatchTime(BatchTimeModel):
     """Predict a step's time from the area of its prefills and the pooled lengths of its decodes.
 
-    Prefill: T_p = a * sum((p + l)^2 - p^2) + b * sum(l) + c, Echo's with p = 0 and one prefill.
+    Prefill: T_p = a * sum((p + l)^2 - p^2) + b * min(l', k) + b' * max(l' - k, 0) + h * sum(p) + c
+    with l' = sum(l), Echo's with p = 0, one prefill and b = b'. An accelerator reads its weights
+    for a few tokens as for one and computes for many: up to the knee k a token is cheap. Few
+    tokens behind a long prefix wait for its keys and values to be read: h, where the area says
+    nearly nothing.
     Decode: T_d = g * max(L) + d * n * mean(L) + e * n + f. Echo's d * mean(L) falls when a
     shorter request joins, as if work saved time; times the batch size n it is the same at
     one batch size (in d) and never falls. e and f are ours too: Echo's has no term for n.
@@ -34,7 +41,7 @@ class PooledBatchTime(BatchTimeModel):
     is 1 (the whole sum) where none was measured. A server with mixed chunks hardly ever only
     prefills: where a pure kind is too rare, all steps are fitted at once, as such a sum.
 
-    Source: Echo eq. 6-8; the cached prefix and the batch-size terms are ours.
+    Source: Echo eq. 6-8; the knee, the cached prefix and the batch-size terms are ours.
     Units:  tokens in, seconds out.
     Errors: `fit` needs mixed steps or both pure kinds; it names the column that lacks them.
     """
@@ -43,7 +50,10 @@ class PooledBatchTime(BatchTimeModel):
     COEFFICIENTS = (
         "prefill_area",
         "prefill_token",
+        "prefill_token_beyond",
+        "prefill_cached",
         "prefill_step",
+        "prefill_knee",
         "decode_max_token",
         "decode_token",
         "decode_request",
@@ -59,29 +69,32 @@ class PooledBatchTime(BatchTimeModel):
             )
         return super().with_coefficients(coefficients)
 
-    def _prefill(self, batch: Any) -> tuple[Any, ...]:
-        return batch.prefill_area, batch.prefill_tokens, batch.num_prefills > 0
-
     def _decode(self, batch: Any, num_decodes: Any) -> tuple[Any, ...]:
         return batch.max_decode_tokens, batch.decode_tokens, num_decodes, num_decodes > 0
 
     def _predict(self, step: Step, num_decodes: int) -> float:
         # `weighted_sum` of `_prefill` and `_decode`, written out: it is asked for often.
-        area, token, step_s, longest, context, request, decode_step_s, mixing = self._values
+        area, token, beyond, cached, step_s, knee, *decode, mixing = self._values
         prefill_s = decode_s = 0.0
-        if step.num_prefills:
-            prefill_s = area * step.prefill_area + token * step.prefill_tokens + step_s
+        if tokens := step.prefill_tokens:
+            prefill_s = area * step.prefill_area
+            if tokens <= knee:
+                prefill_s += token * tokens
+            else:
+                prefill_s = prefill_s + token * knee + beyond * (tokens - knee)
+            prefill_s = prefill_s + cached * step.cached_tokens + step_s
         if num_decodes:
+            longest, context, request, decode_step_s = decode
             decode_s = longest * step.max_decode_tokens + context * step.decode_tokens
             decode_s = decode_s + request * num_decodes + decode_step_s
         return max(prefill_s, decode_s) + mixing * min(prefill_s, decode_s)
 
     def _predict_columns(self, batch: Any, num_decodes: Any) -> FloatArray:
-        values = self._values
-        prefill_s = weighted_sum(values[:NUM_PREFILL], self._prefill(batch))
-        decode_s = weighted_sum(values[NUM_PREFILL:-1], self._decode(batch, num_decodes))
+        *prefill, knee = self._values[:NUM_PREFILL]
+        prefill_s = weighted_sum(prefill, _prefill(batch, knee))
+        decode_s = weighted_sum(self._values[NUM_PREFILL:-1], self._decode(batch, num_decodes))
         total_s: FloatArray = np.maximum(prefill_s, decode_s)
-        total_s += values[-1] * np.minimum(prefill_s, decode_s)
+        total_s += self._values[-1] * np.minimum(prefill_s, decode_s)
         return total_s
 
     def _fit(self, batch: Any, num_decodes: Any, times_s: FloatArray) -> Sequence[float]:
@@ -94,15 +107,31 @@ class PooledBatchTime(BatchTimeModel):
         except ValueError:
             if is_mixed.sum() < MIN_SAMPLES:
                 raise
-            features = *self._prefill(batch), *self._decode(batch, num_decodes)
-            return *fit_nonnegative(features, times_s), 1.0
-        prefill = fit_nonnegative(self._prefill(columns_of(rows[is_prefill])), times_s[is_prefill])
+            return *_fit_prefill(batch, times_s, self._decode(batch, num_decodes)), 1.0
+        prefill = _fit_prefill(columns_of(rows[is_prefill]), times_s[is_prefill])
         decodes = self._decode(columns_of(rows[is_decode]), num_decodes[is_decode])
         decode = fit_nonnegative(decodes, times_s[is_decode])
         mixed = columns_of(rows[is_mixed])
-        prefill_s = weighted_sum(prefill, self._prefill(mixed))
+        *weights, knee = prefill
+        prefill_s = weighted_sum(weights, _prefill(mixed, knee))
         decode_s = weighted_sum(decode, self._decode(mixed, num_decodes[is_mixed]))
         return *prefill, *decode, _mixing(prefill_s, decode_s, times_s[is_mixed])
+
+
+def _prefill(batch: Any, knee: float) -> tuple[Any, ...]:
+    """What the coefficients of a prefill but the knee weigh."""
+    tokens = batch.prefill_tokens
+    below, beyond = np.minimum(tokens, knee), np.maximum(tokens - knee, 0.0)
+    return batch.prefill_area, below, beyond, batch.cached_tokens, batch.num_prefills > 0
+
+
+def _fit_prefill(batch: Any, times_s: FloatArray, others: tuple[Any, ...] = ()) -> Sequence[float]:
+    """The coefficients of a prefill, then those of `others`."""
+    rest = batch.cached_tokens, batch.num_prefills > 0, *others
+    (beyond, below, area, cached, step, *more), knee = fit_with_knee(
+        batch.prefill_tokens, KNEES_TOKENS, (batch.prefill_area, *rest), times_s
+    )
+    return area, below, beyond, cached, step, knee, *more
 
 
 def _mixing(prefill_s: FloatArray, decode_s: FloatArray, times_s: FloatArray) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,12 +95,50 @@ def fit_nonnegative(features: Sequence[Any], times_s: FloatArray) -> list[float]
 
     Shapes: one array (steps,) per feature; one coefficient per feature, 0 where it never occurs.
     """
-    relative = np.column_stack([*features, times_s]) / times_s[:, np.newaxis]
-    scales = np.linalg.norm(relative, axis=0)
+    return _solved(_relative_triangle(features, times_s))[0]
+
+
+def fit_with_knee(
+    amounts: FloatArray, knees: Sequence[float], others: Sequence[Any], times_s: FloatArray
+) -> tuple[list[float], float]:
+    """As `fit_nonnegative`, where an amount costs one thing up to a knee and another beyond it.
+
+    Returns the cost beyond the knee and below it, those of `others`, and the knee: of the given
+    ones that samples tell about on both sides, or 0, that of the least error.
+    Shapes: `amounts` and each of `others` (steps,).
+    """
+    used = amounts[amounts > 0]
+    told = [knee for knee in knees if _tells(used[used <= knee]) and _tells(used[used > knee])]
+    bounds = [0.0, *told, np.inf]
+    parts = [np.clip(amounts - low, 0.0, high - low) for low, high in itertools.pairwise(bounds)]
+    triangle = _relative_triangle((*parts, *others), times_s)
+    best: tuple[float, list[float], float] = (np.inf, [], 0.0)
+    for number, knee in enumerate(bounds[:-1]):
+        below = triangle[:, :number].sum(axis=1)
+        beyond = triangle[:, number : len(parts)].sum(axis=1)
+        columns = np.column_stack([beyond, below, triangle[:, len(parts) :]])
+        coefficients, error = _solved(columns)
+        best = min(best, (error, coefficients, knee))
+    return best[1], best[2]
+
+
+def _tells(amounts: FloatArray) -> bool:
+    """Whether a slope can be told from them."""
+    return len(amounts) >= MIN_SAMPLES and bool(amounts.min() < amounts.max())
+
+
+def _relative_triangle(features: Sequence[Any], times_s: FloatArray) -> Any:
+    """Features per second of their step, and as the last column 1, in as few rows as columns."""
+    return _triangle(np.column_stack([*features, times_s]) / times_s[:, np.newaxis])
+
+
+def _solved(triangle: Any) -> tuple[list[float], float]:
+    """Coefficients >= 0 that make the last column of the others, and what is left of it."""
+    scales = np.linalg.norm(triangle, axis=0)
     scales[scales == 0] = 1.0
-    triangle = _triangle(relative / scales)
-    coefficients, _ = nnls(triangle[:, :-1], triangle[:, -1])
-    return [float(one) for one in coefficients * scales[-1] / scales[:-1]]
+    scaled = triangle / scales
+    coefficients, error = nnls(scaled[:, :-1], scaled[:, -1])
+    return [float(one) for one in coefficients * scales[-1] / scales[:-1]], float(error)
 
 
 def _triangle(matrix: Any) -> Any:

@@ -43,7 +43,10 @@ SEED = 0
 DEVICE = {
     "prefill_area": 2e-11,
     "prefill_token": 2e-5,
+    "prefill_token_beyond": 2e-5,
+    "prefill_cached": 0.0,
     "prefill_step": 0.004,
+    "prefill_knee": 0.0,
     "decode_max_token": 0.0,
     "decode_token": 1.5e-8,
     "decode_request": 2e-5,

@@ -1,4 +1,8 @@
-"""Build small Llama models on this machine: random weights, a tokenizer of Python sources."""
+"""Build Llama models on this machine: random weights, a tokenizer of Python sources.
+
+Small ones are written out. Of a large one there is the shape only: SGLang makes up its weights
+as it starts, which take the same time to compute with.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,9 @@ CHAT_TEMPLATE = (
     "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+DUMMY_WEIGHTS = ("--load-format", "dummy")
 _MAX_TRAINING_BYTES = 4_000_000
+_MAX_TOKENIZER_VOCAB = 6144
 _RECIPE = 1  # part of the cache key: count up when the code below builds something else
 
 
@@ -47,21 +53,37 @@ SIZES = {
 }
 
 
-def demo_model(size: str = "base", models_dir: Path = MODELS_DIR) -> Path:
-    """Folder of the model of that size; built in seconds when it is not there yet.
+# Llama 3 8B; its 16 GB of weights are never on disk.
+SHAPES = {"llama-3-8b": ModelSize(4096, 14_336, 32, 32, 8, vocab_size=128_256)}
 
-    Two processes may ask at once: each builds in a folder of its own, the first rename wins.
-    """
+
+def find_model(name: str, models_dir: Path = MODELS_DIR) -> tuple[str, tuple[str, ...]]:
+    """Folder of a demo model or a shape, anything else as it is; and its server's arguments."""
+    if name in SHAPES:
+        return str(_built(name, SHAPES[name], models_dir, has_weights=False)), DUMMY_WEIGHTS
+    return (str(demo_model(name, models_dir)) if name in SIZES else name), ()
+
+
+def demo_model(size: str = "base", models_dir: Path = MODELS_DIR) -> Path:
+    """Folder of the model of that size; built in seconds when it is not there yet."""
     if size not in SIZES:
         raise ValueError(f"model size is {size!r}; allowed are {', '.join(SIZES)}")
-    folder = models_dir / f"{size}-{_digest(SIZES[size])}"
+    return _built(size, SIZES[size], models_dir, has_weights=True)
+
+
+def _built(name: str, size: ModelSize, models_dir: Path, *, has_weights: bool) -> Path:
+    """Two processes may ask at once: each builds in a folder of its own, the first rename wins."""
+    folder = models_dir / f"{name}-{_digest(size)}"
     if folder.exists():
         return folder
     models_dir.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{size}-", dir=models_dir))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models_dir))
     try:
-        _save_tokenizer(SIZES[size], scratch)
-        _save_weights(SIZES[size], scratch)
+        _save_tokenizer(size, scratch)
+        if has_weights:
+            _save_weights(size, scratch)
+        else:
+            _llama_config(size, architectures=["LlamaForCausalLM"]).save_pretrained(scratch)
         _move(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -94,7 +116,7 @@ def _save_tokenizer(size: ModelSize, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
-        vocab_size=size.vocab_size,
+        vocab_size=min(size.vocab_size, _MAX_TOKENIZER_VOCAB),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -122,21 +144,27 @@ def _training_texts() -> Iterator[str]:
         yield text
 
 
-def _save_weights(size: ModelSize, folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _llama_config(size: ModelSize, **changes: Any) -> Any:
+    from transformers import LlamaConfig
 
     shape = dataclasses.asdict(size)
-    seed = shape.pop("seed")
-    config = LlamaConfig(
+    del shape["seed"]
+    return LlamaConfig(
         **shape,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
         tie_word_embeddings=False,
+        **changes,
     )
-    model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
+
+
+def _save_weights(size: ModelSize, folder: Path) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(_llama_config(size))
+    generator = torch.Generator().manual_seed(size.seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             _fill(name, weight, generator)

@@ -5,14 +5,18 @@
 Per model size: calibrate an idle server (`echo-sgl calibrate`'s own code), then play mixed
 online and offline traffic and judge every model by the steps that came of it: as calibrated,
 and as the scheduler has it, learning from the steps before.
-Writes eval/results/<name>/summary.json and summary.md.
+Writes eval/results/<name>/: summary.json, summary.md, and of each size the steps and the profile
+of the best model. With --judge-only the steps that are there are judged again, by the models as
+they are now, wherever the steps were measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import random
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -29,24 +33,29 @@ from echo_sgl.cli.calibration import Driver, fit_all
 from echo_sgl.cli.steps import fetch_steps
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
+from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.live import LiveBatchTime
+from echo_sgl.estimators.profile import save_profile
 from echo_sgl.types import OFFLINE_SERVICE_TIER
-from eval.machine import device_args, provenance
-from eval.models import demo_model
+from eval.corun import RESULTS_DIR
+from eval.machine import device_args
+from eval.models import find_model
 from eval.server import Server, running_server
+from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVER_ARGS = ("--max-total-tokens", "24000", "--max-running-requests", "16")
-CHUNK_ARGS = ("--chunked-prefill-size", "512", "--enable-mixed-chunk")
-NUM_CLIENTS = 10
+SERVER_ARGS = (
+    "--max-total-tokens 24000 --max-running-requests 16 --chunked-prefill-size 512 "
+    "--enable-mixed-chunk"
+)
 SHARED_TOKENS = 600
 QUANTILE = 0.95
 LIVE_WARM_UP_STEPS = 50
 
 
-async def live_traffic(server: Server, vocab: int, seconds: float, seed: int) -> None:
+async def live_traffic(server: Server, vocab: int, options: argparse.Namespace) -> None:
     """Clients of both classes: fresh and shared prompts, short and long answers, pauses."""
-    rng, until_s = random.Random(seed), time.monotonic() + seconds
+    rng, until_s = random.Random(options.seed + 1), time.monotonic() + options.live_s
     shared = [rng.randrange(16, vocab) for _ in range(SHARED_TOKENS)]
 
     async def client(http: httpx.AsyncClient) -> None:
@@ -65,13 +74,13 @@ async def live_traffic(server: Server, vocab: int, seconds: float, seed: int) ->
             await asyncio.sleep(rng.expovariate(2.0))
 
     async with httpx.AsyncClient(timeout=300) as http:
-        await asyncio.gather(*(client(http) for _ in range(NUM_CLIENTS)))
+        await asyncio.gather(*(client(http) for _ in range(options.clients)))
 
 
-def live_steps(server: Server, vocab: int, seconds: float, seed: int) -> Samples:
+def live_steps(server: Server, vocab: int, options: argparse.Namespace) -> Samples:
     """Rows and times of the steps that the traffic became."""
     [before] = fetch_steps(server.url)
-    asyncio.run(live_traffic(server, vocab, seconds, seed))
+    asyncio.run(live_traffic(server, vocab, options))
     [after] = fetch_steps(server.url)
     new = after["rows"][before["num_steps"] - after["num_steps"] :]
     table = np.array(new, dtype=np.float64)
@@ -116,15 +125,28 @@ def _follows(row: BatchRow, before: BatchRow) -> bool:
     return is_same_batch and not before.num_prefills and grown_tokens == row.num_decodes
 
 
-def rows_of_size(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per model and kind of step."""
+def measure(size: str, options: argparse.Namespace) -> None:
+    """Calibrate a server, play live traffic on it, and keep the steps of both."""
     log_path = ROOT / "build" / "logs" / f"{options.name}-{size}.log"
-    args = (*device_args(), *SERVER_ARGS, *CHUNK_ARGS)
-    with running_server(demo_model(size), args, config="echo", log_path=log_path) as server:
+    model, load_args = find_model(size)
+    args = (*device_args(), *load_args, *shlex.split(options.server_args))
+    with running_server(model, args, config="echo", log_path=log_path) as server:
         driver = Driver(server.url, None, random.Random(options.seed))
         samples = driver.measure(options.calibrate_s, on_wave=lambda share: None)
-        calibration = fit_all(samples, driver.server, seed=options.seed)
-        live = live_steps(server, driver.server["vocab"], options.live_s, options.seed + 1)
+        host = driver.host_time()
+        live = live_steps(server, driver.server["vocab"], options)
+    about = {"command": options.command, "server": driver.server, "host": host}
+    write_steps(options.folder, size, {CALIBRATION: samples, LIVE: live}, about)
+
+
+def judge(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per model and kind of step, by the steps that were kept; writes the best profile."""
+    steps, about = read_steps(options.folder, size)
+    live = steps[LIVE]
+    host = HostTime(**about["host"]) if about["host"] else None
+    calibration = fit_all(steps[CALIBRATION], about["server"], seed=options.seed, host=host)
+    profile = dataclasses.replace(calibration.profile(), date=about["date"])
+    save_profile(profile, options.folder / f"{size}-profile.json")
     rows = []
     for name, model in calibration.models.items():
         learning = live_errors(model, live)
@@ -154,14 +176,15 @@ def rows_of_size(size: str, options: argparse.Namespace) -> list[dict[str, Any]]
 
 def summary_markdown(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> str:
     """The table and how to read it."""
-    facts = provenance()
+    _, measured = read_steps(options.folder, options.sizes.split(",")[0])
+    command, _, _ = (measured.pop(name) for name in ("command", "server", "host"))
     lines = [
         f"# Step times `{options.name}`",
         "",
-        f"    python -m eval.step_times --sizes {options.sizes}",
+        f"    {command}",
         "",
-        f"- {', '.join(f'{key}: {value}' for key, value in facts.items())}",
-        f"- {options.calibrate_s:g} s of calibration, then {options.live_s:g} s of live traffic",
+        f"- {', '.join(f'{key}: {value}' for key, value in measured.items())}",
+        "- every model is fitted to the steps of calibration and judged by those of live traffic",
         "- scatter: what decodes of the same requests, one token later, differ by: no model's MAPE",
         "  is less than that of the machine",
         "",
@@ -182,21 +205,26 @@ _OPTIONAL = ("held_out_mape", "live_mape", "scatter", "coverage")
 
 
 def main(argv: list[str]) -> None:
-    """Measure all sizes, print and write the summary."""
+    """Measure all sizes, or judge steps that are there; print and write the summary."""
     parser = argparse.ArgumentParser(prog="python -m eval.step_times", description=__doc__)
     parser.add_argument("--sizes", default="tiny,small,base")
+    parser.add_argument("--server-args", default=SERVER_ARGS)
     parser.add_argument("--calibrate-s", type=float, default=60.0)
     parser.add_argument("--live-s", type=float, default=45.0)
+    parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="step-times")
+    parser.add_argument("--judge-only", action="store_true", help="by the steps of an earlier run")
     options = parser.parse_args(argv)
-    rows = [row for size in options.sizes.split(",") for row in rows_of_size(size, options)]
-    folder = ROOT / "eval" / "results" / options.name
-    folder.mkdir(parents=True, exist_ok=True)
-    document = {"options": vars(options), **provenance(), "rows": rows}
-    (folder / "summary.json").write_bytes(
-        orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
-    )
+    options.command = shlex.join(["python", "-m", "eval.step_times", *argv])
+    folder = options.folder = RESULTS_DIR / options.name
+    sizes = options.sizes.split(",")
+    if not options.judge_only:
+        for size in sizes:
+            measure(size, options)
+    rows = [row for size in sizes for row in judge(size, options)]
+    document = orjson.dumps({"rows": rows}, option=orjson.OPT_INDENT_2)
+    (folder / "summary.json").write_bytes(document + b"\n")
     summary = summary_markdown(options, rows)
     (folder / "summary.md").write_text(summary, encoding="utf-8")
     Console().print(summary, highlight=False, markup=False)

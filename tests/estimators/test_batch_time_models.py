@@ -34,9 +34,20 @@ def predicted_s(name, batch, **coefficients):
 
 def test_pooled_prices_one_uncached_prefill_as_echo_does():
     time_s = predicted_s(
-        "pooled", [(300, 0)], prefill_area=2e-8, prefill_token=5e-5, prefill_step=3e-3
+        "pooled", [(300, 0)], prefill_area=2e-8, prefill_token_beyond=5e-5, prefill_step=3e-3
     )
     assert time_s == pytest.approx(2e-8 * 300**2 + 5e-5 * 300 + 3e-3)
+
+
+@pytest.mark.parametrize(("tokens", "time_s"), [(10, 10.0), (100, 100.0), (130, 100.0 + 3 * 30)])
+def test_pooled_prices_tokens_beyond_the_knee_of_the_whole_step_on_their_own(tokens, time_s):
+    weights = {"prefill_token": 1.0, "prefill_token_beyond": 3.0, "prefill_knee": 100.0}
+    batch = [(tokens // 2, 0), (tokens - tokens // 2, 0)]
+    assert predicted_s("pooled", batch, **weights) == time_s
+
+
+def test_pooled_prices_a_cached_prefix_that_few_tokens_wait_for():
+    assert predicted_s("pooled", [(2, 500), (3, 40)], prefill_cached=0.5) == 0.5 * (500 + 40)
 
 
 def test_pooled_prices_a_cached_prefix_by_the_area_it_adds():
@@ -52,7 +63,7 @@ def test_pooled_prices_decodes_by_max_and_mean_at_one_batch_size():
 
 
 def test_pooled_mixes_between_the_larger_and_the_sum():
-    batch, parts = [(10, 0), (0, 40)], {"prefill_token": 1.0, "decode_token": 1.0}
+    batch, parts = [(10, 0), (0, 40)], {"prefill_token_beyond": 1.0, "decode_token": 1.0}
     assert predicted_s("pooled", batch, **parts) == 40
     assert predicted_s("pooled", batch, **parts, mixing=0.5) == 45
     assert predicted_s("pooled", batch, **parts, mixing=1.0) == 50
@@ -80,6 +91,24 @@ def test_pooled_takes_the_whole_sum_where_no_mixed_step_was_measured():
     rows = random_rows(100, seed=3, kinds=(StepKind.PREFILL, StepKind.DECODE))
     model = unfitted("pooled").fit(rows, true_model("pooled").predict_rows_s(rows))
     assert model.coefficients_["mixing"] == 1.0
+
+
+def test_pooled_finds_the_knee_and_the_cached_prefix():
+    truth, rows = true_model("pooled"), random_rows(900, seed=6)
+    found = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=7)).coefficients_
+    assert found["prefill_knee"] == truth.coefficients_["prefill_knee"]
+    for name in ("prefill_token", "prefill_token_beyond", "prefill_cached"):
+        assert found[name] == pytest.approx(truth.coefficients_[name], rel=0.2), name
+
+
+def test_pooled_has_no_knee_beyond_which_too_few_steps_went():
+    decodes, truth = random_rows(50, seed=8, kinds=(StepKind.DECODE,)), true_model("pooled")
+    prefills = random_rows(400, seed=9, kinds=(StepKind.PREFILL,))
+    rows = np.concatenate([prefills[prefills[:, 1] < 60], decodes])
+    model = unfitted("pooled").fit(rows, truth.predict_rows_s(rows))
+    assert model.coefficients_["prefill_knee"] in (0.0, 32.0)
+    # Beyond what was measured a token costs what the longest measured ones did, not nothing.
+    assert model.coefficients_["prefill_token_beyond"] > 0
 
 
 @pytest.mark.parametrize(

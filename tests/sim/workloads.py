@@ -17,7 +17,10 @@ from echo_sgl.types import Task
 COEFFICIENTS = {
     "prefill_area": 2e-10,
     "prefill_token": 2.5e-5,
+    "prefill_token_beyond": 2.5e-5,
+    "prefill_cached": 0.0,
     "prefill_step": 0.004,
+    "prefill_knee": 0.0,
     "decode_max_token": 0.0,
     "decode_token": 4e-8,
     "decode_request": 5e-5,
