@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.arms import Arm
@@ -48,7 +48,7 @@ class TalkPhase(Phase):
             for _ in range(at_once):
                 group.create_task(self._talk(client, queue))
 
-    async def _talk(self, client: httpx.AsyncClient, queue: Iterator[Talk]) -> None:
+    async def _talk(self, client: aiohttp.ClientSession, queue: Iterator[Talk]) -> None:
         for talk in queue:
             for wait_s, request in talk:
                 await asyncio.sleep(wait_s)

@@ -1,15 +1,19 @@
-"""An asynchronous client for both kinds of load: open loop on a schedule, closed loop by window."""
+"""An asynchronous client for both kinds of load: open loop on a schedule, closed loop by window.
+
+aiohttp and not httpx, whose connection pool walks over all connections for each request that
+comes or goes: with a thousand in flight the client is late by seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import orjson
 
 from echo_sgl.types import Task
@@ -17,8 +21,9 @@ from eval.records import Record, Status
 
 HEADERS = {"Content-Type": "application/json"}
 CONNECT_TIMEOUT_S = 30.0
-
-_Trace = Callable[[str, Mapping[str, Any]], Awaitable[None]]
+# Less than a server waits for the next request: it would close the connection in its face.
+KEEP_ALIVE_S = 2.0
+HTTP_OK = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,22 @@ def make_request(
 
 
 @asynccontextmanager
-async def load_client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client for one class: unlimited kept-alive connections, no limit on the answer's time."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) as client:
+async def load_client(url: str) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client for one class: unlimited kept-alive connections, no limit on the answer's time.
+
+    A request's `trace_request_ctx` is called when its body is on its way.
+    """
+
+    async def on_sent(_session: Any, context: Any, _params: Any) -> None:
+        context.trace_request_ctx()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(on_sent)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    async with aiohttp.ClientSession(
+        url, connector=connector, timeout=timeout, trace_configs=[trace]
+    ) as client:
         yield client
 
 
@@ -95,7 +111,7 @@ class Phase:
                 await asyncio.sleep(gap_s)
             await _finished(tasks, start_s + limit_s - self.now_s())
 
-    async def _work(self, client: httpx.AsyncClient, queue: Iterator[Request]) -> None:
+    async def _work(self, client: aiohttp.ClientSession, queue: Iterator[Request]) -> None:
         for request in queue:
             await self._send(client, request, self._record(request, self.now_s()))
 
@@ -104,14 +120,16 @@ class Phase:
         self.records.append(record)
         return record
 
-    async def _send(self, client: httpx.AsyncClient, request: Request, record: Record) -> None:
+    async def _send(self, client: aiohttp.ClientSession, request: Request, record: Record) -> None:
+        def note_sent() -> None:
+            record.sent_s = self.now_s()
+
         try:
-            extensions = {"trace": self._sent_trace(record)}
-            async with client.stream(
-                "POST", request.url, content=request.content, headers=HEADERS, extensions=extensions
+            async with client.post(
+                request.url, data=request.content, headers=HEADERS, trace_request_ctx=note_sent
             ) as response:
                 await self._receive(response, request, record)
-        except httpx.HTTPError as error:
+        except aiohttp.ClientError as error:
             record.end(Status.ERROR, self.now_s(), f"{type(error).__name__}: {error}")
         finally:
             # Nothing ended it: the task is being cancelled.
@@ -119,27 +137,22 @@ class Phase:
             if self._on_end:
                 self._on_end(record)
 
-    def _sent_trace(self, record: Record) -> _Trace:
-        async def on_event(name: str, _info: Mapping[str, Any]) -> None:
-            if name == "http11.send_request_body.complete":
-                record.sent_s = self.now_s()
-
-        return on_event
-
-    async def _receive(self, response: httpx.Response, request: Request, record: Record) -> None:
-        if response.status_code != httpx.codes.OK:
-            text = (await response.aread()).decode(errors="replace")
-            record.end(Status.ERROR, self.now_s(), f"HTTP {response.status_code}: {text[:300]}")
+    async def _receive(
+        self, response: aiohttp.ClientResponse, request: Request, record: Record
+    ) -> None:
+        if response.status != HTTP_OK:
+            text = await response.text(errors="replace")
+            record.end(Status.ERROR, self.now_s(), f"HTTP {response.status}: {text[:300]}")
         elif request.stream:
             await self._receive_stream(response, record)
         else:
-            answer = orjson.loads(await response.aread())
+            answer = orjson.loads(await response.read())
             _take_usage(record, answer, self.now_s())
 
-    async def _receive_stream(self, response: httpx.Response, record: Record) -> None:
+    async def _receive_stream(self, response: aiohttp.ClientResponse, record: Record) -> None:
         """Read server-sent events; what arrives in one piece has one time."""
         rest = b""
-        async for piece in response.aiter_bytes():
+        async for piece in response.content.iter_any():
             now_s = self.now_s()
             *events, rest = (rest + piece).split(b"\n\n")
             for event in events:

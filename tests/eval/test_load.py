@@ -230,4 +230,4 @@ def test_a_server_that_is_not_there_is_an_error_per_request() -> None:
 
     records = asyncio.run(run())
     assert [r.status for r in records] == [Status.ERROR] * 3
-    assert all("ConnectError" in r.error for r in records)
+    assert all("ConnectorError" in r.error for r in records)
