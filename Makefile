@@ -7,6 +7,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 MODEL ?=
+SERVER_ARGS ?=
 
 .PHONY: install demo test lint bench report wheel clean
 
@@ -21,7 +22,8 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/python -m eval.demo $(if $(MODEL),--model $(MODEL))
+	$(BIN)/python -m eval.demo $(if $(MODEL),--model $(MODEL)) \
+	    $(if $(SERVER_ARGS),--server-args='$(SERVER_ARGS)')
 
 test: install
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder

@@ -18,8 +18,8 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ from eval.corun_phases import empty_cache
 from eval.deadlines import deadlines_of
 from eval.machine import device_args, on_cpu, provenance
 from eval.mix import SERVED_MODEL, Mix
-from eval.models import SIZES, demo_model
+from eval.models import find_model
 from eval.records import write_records
 from eval.saturation import saturate, saturation_rps
-from eval.server import Server, ServerStartError, running_server
+from eval.server import Server, ServerStartError, start_server, stop_server, wait_ready
 from eval.slo import Slo, derive_slo, parse_factors
 from eval.workloads import WorkloadError
 from eval.workloads.prompts import load_tokenizer
@@ -104,9 +104,7 @@ class Ablation:
         self.failures: list[str] = []
         self._command = command
         self._arms = options.picked_arms()
-        self._model = options.model
-        if options.model in SIZES:
-            self._model = str(demo_model(options.model))
+        self._model, self._load_args = find_model(options.model)
         self._tokenizer = load_tokenizer(self._model)
         default = CPU_SLO_FACTORS if on_cpu() else GPU_SLO_FACTORS
         self._factors = parse_factors(options.slo_factor) if options.slo_factor else default
@@ -116,17 +114,27 @@ class Ablation:
         _console.log(f"about {self.options.estimate_s() / 60:.0f} minutes at most")
         for repetition in range(1, self.options.repetitions + 1):
             slo, reference = self._reference(repetition)
-            for name in in_order(list(self._arms), repetition):
-                if self.store.has(name, repetition):
-                    continue
-                _console.log(f"repetition {repetition} of {self.options.repetitions}, {name}")
-                try:
-                    self._measure(name, repetition, slo, reference)
-                except (ServerStartError, httpx.HTTPError) as error:
-                    self.failures.append(f"{name} {repetition}: {str(error)[:200]}")
-                    _console.log(f"  {error}", markup=False)
-                self._write_summary()
+            names = in_order(list(self._arms), repetition)
+            left = [name for name in names if not self.store.has(name, repetition)]
+            size = self.options.servers_up
+            for start in range(0, len(left), size):
+                group = left[start : start + size]
+                _console.log(f"repetition {repetition} of {self.options.repetitions}: {group}")
+                with self._servers(group, repetition, slo) as servers:
+                    for name, (arm, server) in servers.items():
+                        self._noted(name, repetition, self._measure, server, arm, slo, reference)
+                        self._write_summary()
         self._write_summary()
+
+    def _noted(self, name: str, repetition: int, work: Callable[..., None], *args: Any) -> bool:
+        """Whether an arm could do it; what went wrong is noted, and the run goes on."""
+        try:
+            work(name, repetition, *args)
+        except (ServerStartError, httpx.HTTPError) as error:
+            self.failures.append(f"{name} {repetition}: {str(error)[:200]}")
+            _console.log(f"  {error}", markup=False)
+            return False
+        return True
 
     @functools.cached_property
     def mix(self) -> Mix:
@@ -141,7 +149,10 @@ class Ablation:
         """What is promised in this repetition, and the stock server's own figures alone."""
         if not self.store.has("reference", repetition):
             _console.log(f"repetition {repetition}: the stock server alone")
-            with self._server(STOCK, "reference", repetition) as server:
+            with ExitStack() as stack:
+                server = self._start(STOCK, "reference", repetition)
+                stack.callback(stop_server, server)
+                wait_ready(server)
                 if not self.store.has("calibration"):
                     self._calibrate(server)
                 records = run_reference(server, STOCK, self.mix, self.options)
@@ -162,16 +173,35 @@ class Ablation:
         _console.log(f"  saturates at {rps:.2f} online requests/s")
         self.store.write({"rps": rps, "window": window}, "calibration")
 
-    def _measure(self, name: str, repetition: int, slo: Slo, reference: Tree) -> None:
-        """One server start of one arm; its records and figures go to the store."""
-        started_s = time.monotonic()
-        path = self.store.folder / "configs" / f"{name}-{repetition}.toml"
-        arm = with_config_file(with_promises(self._arms[name], slo, self.options.changes), path)
-        ceiling = self._known_ceiling(name)
-        options = in_flight(self.options, self.mix)
-        with self._server(arm, name, repetition) as server:
+    @contextmanager
+    def _servers(
+        self, names: Sequence[str], repetition: int, slo: Slo
+    ) -> Iterator[dict[str, tuple[Arm, Server]]]:
+        """The servers of these arms, started at once, all ready; without those that failed."""
+        started_s, servers = time.monotonic(), {}
+        with ExitStack() as stack:
+            for name in names:
+                path = self.store.folder / "configs" / f"{name}-{repetition}.toml"
+                promised = with_promises(self._arms[name], slo, self.options.changes)
+                arm = with_config_file(promised, path)
+                server = self._start(arm, name, repetition)
+                stack.callback(stop_server, server)
+                servers[name] = arm, server
+            ready = {
+                name: (arm, server)
+                for name, (arm, server) in servers.items()
+                if self._noted(name, repetition, lambda *_, server=server: wait_ready(server))
+            }
             _console.log(f"  ready after {time.monotonic() - started_s:.0f} s")
-            run = self._run_arm(server, arm, options, (name, repetition), has_ceiling=not ceiling)
+            yield ready
+
+    def _measure(
+        self, name: str, repetition: int, server: Server, arm: Arm, slo: Slo, reference: Tree
+    ) -> None:
+        """One arm on its server; its records and figures go to the store."""
+        started_s, ceiling = time.monotonic(), self._known_ceiling(name)
+        options = in_flight(self.options, self.mix)
+        run = self._run_arm(server, arm, options, (name, repetition), has_ceiling=not ceiling)
         for phase, records in zip(PHASES, (run.online, run.ceiling, run.mixed), strict=True):
             if records:
                 write_records(self.store.raw_path(f"{name}-{phase}", repetition), records)
@@ -183,7 +213,7 @@ class Ablation:
             deadlines=deadlines_of(self.mix.job),
         )
         self.store.write({"figures": figures, "counters": run.counters}, name, repetition)
-        _console.log(f"  done after {time.monotonic() - started_s:.0f} s")
+        _console.log(f"  {name}: done after {time.monotonic() - started_s:.0f} s")
 
     def _run_arm(
         self,
@@ -204,12 +234,10 @@ class Ablation:
         runs = self.store.runs([name])[name].values()
         return next((tree["ceiling"] for tree in runs), None)
 
-    @contextmanager
-    def _server(self, arm: Arm, name: str, repetition: int) -> Iterator[Server]:
+    def _start(self, arm: Arm, name: str, repetition: int) -> Server:
         log_path = LOGS_DIR / f"{self.store.folder.name}-{name}-{repetition}.log"
-        args = server_args(self.options, arm)
-        with running_server(self._model, args, config=arm.config, log_path=log_path) as server:
-            yield server
+        args = (*self._load_args, *server_args(self.options, arm))
+        return start_server(self._model, args, config=arm.config, log_path=log_path)
 
     def _write_summary(self) -> None:
         """The tables of all that was measured so far."""

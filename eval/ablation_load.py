@@ -70,11 +70,12 @@ def calibration_window(options: AblationOptions) -> int:
 
 
 def build_mix(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: float) -> Mix:
-    """Both loads; online requests come at `online_load` times the saturation on average.
+    """Both loads; online requests come at a share of the saturation or at a rate on average.
 
     Errors: `WorkloadError` for bad files, and when a request cannot fit into the KV pool.
     """
-    arrivals = _arrivals(options, options.online_load * saturation_rps)
+    rate_rps = options.online_rps or options.online_load * saturation_rps
+    arrivals = _arrivals(options, rate_rps)
     longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
     if options.pool_tokens and longest >= options.pool_tokens:
         raise WorkloadError(

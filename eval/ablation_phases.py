@@ -26,7 +26,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class ArmRun:
-    """All that was seen on one server; `ceiling` is empty where offline did not run alone.
+    """All that was seen on one server; a class that did not run alone is empty there.
 
     `spans_s`: when each phase began and ended, on the monotonic clock, which steps have too.
     """
@@ -51,11 +51,13 @@ def run_reference(server: Server, arm: Arm, mix: Mix, options: AblationOptions) 
 def run_arm(
     server: Server, arm: Arm, mix: Mix, options: AblationOptions, *, has_ceiling: bool
 ) -> ArmRun:
-    """Online alone, offline alone if asked for, then together; each from an empty cache."""
+    """Online alone and offline alone if asked for, then together; each from an empty cache."""
     asyncio.run(warm_up(server, arm, mix))
     began_s = [time.monotonic()]
-    begin_phase(server, options)
-    online = asyncio.run(online_alone(server, arm, mix, options))
+    online: list[Record] = []
+    if not options.reference_only:
+        begin_phase(server, options)
+        online = asyncio.run(online_alone(server, arm, mix, options))
     began_s.append(time.monotonic())
     ceiling: list[Record] = []
     if has_ceiling:

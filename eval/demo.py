@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import itertools
 import random
+import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from eval.demo_report import ArmResult, print_results
 from eval.load import Phase, Request, make_request
 from eval.machine import device_args, on_cpu
 from eval.mix import offline_requests
-from eval.models import demo_model
+from eval.models import SHAPES, find_model
 from eval.records import Record, Status
 from eval.server import Server, ServerStartError, running_server
 from eval.workloads import WorkloadError
@@ -82,11 +83,17 @@ class Play:
 def main(argv: list[str]) -> None:
     """Play the demo; a server that does not start ends it with code 1 and the end of its log."""
     parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__)
-    parser.add_argument("--model", default="", help="hub id or folder; default: built on the spot")
+    parser.add_argument(
+        "--model",
+        default="",
+        help=f"hub id, folder, or a shape without weights: {', '.join(SHAPES)}; default: a small "
+        "model, built on the spot",
+    )
+    parser.add_argument("--server-args", default="", help="more arguments for both servers")
     options = parser.parse_args(argv)
     console = Console()
     try:
-        play = _prepare(options.model, console)
+        play = _prepare(options.model, shlex.split(options.server_args), console)
         results = [_play_arm(name, play, console) for name in ARM_TITLES]
     except (ServerStartError, WorkloadError) as error:
         console.print(f"The demo stopped: {error}", style="red", markup=False, highlight=False)
@@ -95,12 +102,11 @@ def main(argv: list[str]) -> None:
     _print_next_step(play, console)
 
 
-def _prepare(model: str, console: Console) -> Play:
+def _prepare(named_model: str, server_args: Sequence[str], console: Console) -> Play:
     """Build what is needed and say what will be seen."""
     size = CPU_SIZE if on_cpu() else ACCELERATOR_SIZE
-    own_model = not model
     with console.status("building the demo model and the job file"):
-        model = model or str(demo_model("small"))
+        model, load_args = find_model(named_model or "small")
         tokenizer = load_tokenizer(model)
         job = StdlibJob(
             SERVED_MODEL,
@@ -117,7 +123,8 @@ def _prepare(model: str, console: Console) -> Play:
         f"twice.\nModel: {_shown(model)}. Job file: {_shown(JOB_FILE)}.",
         highlight=False,
     )
-    args = (*device_args(), *(DEMO_MODEL_ARGS if own_model or on_cpu() else ()), *SERVER_ARGS)
+    limits = DEMO_MODEL_ARGS if on_cpu() or not named_model else ()
+    args = (*device_args(), *load_args, *limits, *SERVER_ARGS, *server_args)
     return Play(model, args, job, chat, size.limit_s)
 
 
