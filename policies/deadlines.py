@@ -26,7 +26,7 @@ class _Group:
     """The pending requests that share a deadline."""
 
     by_prefix: PrefixIndex = field(default_factory=PrefixIndex)
-    requests: dict[int, PendingRequest] = field(default_factory=dict)
+    sequences: set[int] = field(default_factory=set)
     work_tokens: int = 0
 
 
@@ -43,7 +43,7 @@ class DeadlineBook:
         self._groups: SortedDict[float, _Group] = SortedDict()
 
     def __len__(self) -> int:
-        return sum(len(group.requests) for group in self._groups.values())
+        return sum(len(group.sequences) for group in self._groups.values())
 
     @property
     def is_empty(self) -> bool:
@@ -60,19 +60,19 @@ class DeadlineBook:
         if deadline_s not in self._groups:
             self._groups[deadline_s] = _Group()
         group = self._groups[deadline_s]
-        if request.sequence in group.requests:
+        if request.sequence in group.sequences:
             raise ValueError(f"request {request.rid!r} is in the book already")
-        group.requests[request.sequence] = request
+        group.sequences.add(request.sequence)
         group.by_prefix.add(request)
         group.work_tokens += request.work_tokens
 
     def remove(self, request: PendingRequest) -> None:
         """Forget a request. Errors: `KeyError` if it is not here."""
         group = self._groups[request.deadline_s]
-        del group.requests[request.sequence]
+        group.sequences.remove(request.sequence)
         group.by_prefix.remove(request)
         group.work_tokens -= request.work_tokens
-        if not group.requests:
+        if not group.sequences:
             del self._groups[request.deadline_s]
 
     def overdue(self, now_s: float) -> list[float]:
@@ -123,10 +123,7 @@ class DeadlineBook:
         Lazy: the first k cost O(k + log n). Empty when nothing is due then.
         """
         group: _Group | None = self._groups.get(deadline_s)
-        if group is None:
-            return iter(())
-        keys = group.by_prefix.around(cursor)
-        return (group.requests[sequence] for _, _, sequence in keys)
+        return group.by_prefix.around(cursor) if group is not None else iter(())
 
     def count_through(self, deadline_s: float, namespace: str, path: MutableSequence[int]) -> int:
         """How many prompts due at `deadline_s` start with `path`, see `PrefixIndex`."""

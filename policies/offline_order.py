@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 
@@ -59,12 +59,13 @@ class OfflineOrder(ABC):
 
     Requests that had started and came back (retracted, parked) are resumed before any
     other, oldest first: HyGen reclaims preempted requests with their execution state.
-    Cost: `add`, `remove` and the first pick take one way down a `PrefixIndex` and O(log n)
-    in the number of requests.
+    Cost: `add`, `remove` and the first pick take one way down a `PrefixIndex`; to come out of
+    sequence, other than resumed, costs O(n), and happens to nobody on a server.
     """
 
     def __init__(self) -> None:
-        self._by_age: SortedDict[int, PendingRequest] = SortedDict()
+        # Kept in order of sequence; a tree would compare its way past others at each removal.
+        self._by_age: OrderedDict[int, PendingRequest] = OrderedDict()
         self._resumed: SortedDict[int, PendingRequest] = SortedDict()
         self._by_prefix = PrefixIndex()
         self._resumed_by_prefix = PrefixIndex()
@@ -83,7 +84,10 @@ class OfflineOrder(ABC):
             self._resumed[request.sequence] = request
             self._resumed_by_prefix.add(request)
         else:
+            is_newest = not self._by_age or request.sequence > next(reversed(self._by_age))
             self._by_age[request.sequence] = request
+            if not is_newest:
+                self._by_age = OrderedDict(sorted(self._by_age.items()))
             self._by_prefix.add(request)
 
     def remove(self, request: PendingRequest) -> None:
@@ -111,7 +115,7 @@ class OfflineOrder(ABC):
 
     def oldest(self) -> PendingRequest | None:
         """The waiting request with the lowest sequence number."""
-        heads = [index.peekitem(0) for index in (self._by_age, self._resumed) if index]
+        heads = [next(iter(index.items())) for index in (self._by_age, self._resumed) if index]
         return min(heads)[1] if heads else None
 
     def need(self, namespace: str, path: MutableSequence[int]) -> PrefixNeed:
@@ -186,10 +190,9 @@ class PsmOrder(OfflineOrder):
 
     def _in_prefix_order(self, seen: set[int]) -> Iterator[PendingRequest]:
         """Depth first from behind the cursor, then from the start; without those in `seen`."""
-        by_age = self._by_age
-        for _, _, sequence in self._by_prefix.around(self.cursor):
-            if sequence not in seen:
-                yield by_age[sequence]
+        for request in self._by_prefix.around(self.cursor):
+            if request.sequence not in seen:
+                yield request
 
 
 def uniform_draw(seed: int, index: int) -> float:

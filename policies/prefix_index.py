@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterator, MutableSequence, Sequence
 from itertools import takewhile
+from operator import attrgetter
 
 from sortedcontainers import SortedDict
 
@@ -24,8 +25,11 @@ def prefix_key(request: PendingRequest) -> PrefixKey:
     return request.namespace, request.prompt, request.sequence
 
 
-def _sequence(key: PrefixKey) -> int:
-    return key[2]
+_SEQUENCE = attrgetter("sequence")
+
+
+def _is_same(one: PendingRequest, other: PendingRequest) -> bool:
+    return one is other or prefix_key(one) == prefix_key(other)
 
 
 class _Node:
@@ -39,7 +43,7 @@ class _Node:
     def __init__(self, prompt: Sequence[int], start: int, end: int) -> None:
         self.prompt, self.start, self.end = prompt, start, end
         self.num_prompts = 0
-        self.ends: list[PrefixKey] = []
+        self.ends: list[PendingRequest] = []
         self.children: dict[int, _Node] = {}
         self.first_tokens: list[int] = []
 
@@ -74,7 +78,7 @@ class _Node:
         upper.attach(self)
         return upper
 
-    def last(self) -> PrefixKey:
+    def last(self) -> PendingRequest:
         node = self
         while node.first_tokens:
             node = node.children[node.first_tokens[-1]]
@@ -96,11 +100,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return self._num_prompts
 
-    def __iter__(self) -> Iterator[PrefixKey]:
+    def __iter__(self) -> Iterator[PendingRequest]:
         return _walk([self._roots_from("")])
 
     def add(self, request: PendingRequest) -> None:
-        key, prompt = prefix_key(request), request.prompt
+        prompt = request.prompt
         node = self._roots.get(request.namespace)
         if node is None:
             node = self._roots[request.namespace] = _Node(prompt, 0, 0)
@@ -116,13 +120,12 @@ class PrefixIndex:
                 node.attach(child)
             node = child
             node.num_prompts += 1
-        insort(node.ends, key, key=_sequence)
+        insort(node.ends, request, key=_SEQUENCE)
 
     def remove(self, request: PendingRequest) -> None:
         """Errors: `ValueError` if the request is not here."""
-        path = self._path(request)
-        ends = path[-1].ends
-        ends.pop(bisect_right(ends, request.sequence, key=_sequence) - 1)
+        path, position = self._path(request)
+        path[-1].ends.pop(position)
         self._num_prompts -= 1
         for node in path:
             node.num_prompts -= 1
@@ -136,8 +139,8 @@ class PrefixIndex:
             only.start = path[-1].start
             path[-2].attach(only)
 
-    def after(self, key: PrefixKey) -> Iterator[PrefixKey]:
-        """The keys behind `key`, in order; `key` itself need not be here."""
+    def after(self, key: PrefixKey) -> Iterator[PendingRequest]:
+        """Those behind `key`, in order; nobody needs to have that key."""
         namespace, prompt, sequence = key
         stack = [self._roots_from(namespace, inclusive=False)]
         node = self._roots.get(namespace)
@@ -148,17 +151,17 @@ class PrefixIndex:
         if node is not None:
             if node.end == len(prompt) and node.agrees(prompt):
                 stack.append(node.children_from(0))
-                yield from node.ends[bisect_right(node.ends, sequence, key=_sequence) :]
+                yield from node.ends[bisect_right(node.ends, sequence, key=_SEQUENCE) :]
             elif node.prompt[node.start : node.end] > prompt[node.start :]:
                 stack.append(iter((node,)))
         yield from _walk(stack)
 
-    def up_to(self, key: PrefixKey) -> Iterator[PrefixKey]:
-        """The keys from the first one to `key`, in order."""
-        return takewhile(lambda other: other <= key, self)
+    def up_to(self, key: PrefixKey) -> Iterator[PendingRequest]:
+        """Those from the first one to `key`, in order."""
+        return takewhile(lambda other: prefix_key(other) <= key, self)
 
-    def around(self, key: PrefixKey | None) -> Iterator[PrefixKey]:
-        """All keys: those behind `key`, in order, then from the first one to it."""
+    def around(self, key: PrefixKey | None) -> Iterator[PendingRequest]:
+        """All: those behind `key`, in order, then from the first one to it."""
         if key is None:
             yield from self
         else:
@@ -175,7 +178,7 @@ class PrefixIndex:
     ) -> tuple[PrefixKey | None, int]:
         """The last key whose prompt starts with `path`, and how many there are."""
         node = self._subtree(namespace, path)
-        return (node.last(), node.num_prompts) if node is not None else (None, 0)
+        return (prefix_key(node.last()), node.num_prompts) if node is not None else (None, 0)
 
     def _subtree(self, namespace: str, path: Sequence[int]) -> _Node | None:
         """The highest node that all prompts starting with `path` run through, and no other."""
@@ -186,35 +189,39 @@ class PrefixIndex:
                 return None
         return node
 
-    def _path(self, request: PendingRequest) -> list[_Node]:
-        """The nodes from the root to the one where the request's prompt ends."""
+    def _path(self, request: PendingRequest) -> tuple[list[_Node], int]:
+        """The nodes from the root to the one where the request ends, and its place there.
+
+        No token but those where prompts part is looked at: who is found at the end came this way.
+        """
         prompt, path = request.prompt, []
         node = self._roots.get(request.namespace)
-        while node is not None and node.end <= len(prompt) and node.agrees(prompt):
+        while node is not None:
             path.append(node)
-            if node.end == len(prompt):
+            if node.end >= len(prompt):
                 break
             node = node.children.get(prompt[node.end])
-        ends = path[-1].ends if path and path[-1].end == len(prompt) else []
-        index = bisect_right(ends, request.sequence, key=_sequence)
-        if not index or _sequence(ends[index - 1]) != request.sequence:
+        ends = path[-1].ends if path else []
+        position = bisect_right(ends, request.sequence, key=_SEQUENCE) - 1
+        if position < 0 or not _is_same(ends[position], request):
             raise ValueError(f"request {request.rid!r} is not in the index")
-        return path
+        return path, position
 
     def _roots_from(self, namespace: str, *, inclusive: bool = True) -> Iterator[_Node]:
         names = self._roots.irange(namespace, inclusive=(inclusive, True))
         return (self._roots[name] for name in names)
 
 
-def _walk(stack: list[Iterator[_Node]]) -> Iterator[PrefixKey]:
-    """All keys in the subtrees of the stacked nodes, the topmost iterator first."""
+def _walk(stack: list[Iterator[_Node]]) -> Iterator[PendingRequest]:
+    """All requests in the subtrees of the stacked nodes, the topmost iterator first."""
     while stack:
-        node = next(stack[-1], None)
-        if node is None:
+        for node in stack[-1]:
+            yield from node.ends
+            if node.first_tokens:
+                stack.append(node.children_from(0))
+                break
+        else:
             stack.pop()
-            continue
-        yield from node.ends
-        stack.append(node.children_from(0))
 
 
 def _common_end(node: _Node, prompt: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedList
 
 from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
@@ -18,10 +18,11 @@ from echo_sgl.types import PendingRequest
 MAX_OFFERED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Waiting(PendingRequest):
+    """What the policy is told of a request, and the request: one leads to the other at once."""
+
     req: Any
-    pending: PendingRequest
     entry_s: float
     num_tokens: int
 
@@ -42,21 +43,21 @@ class OfflinePool:
         self.capacity = capacity
         self.num_tokens = 0
         self._order = order
-        self._by_rid: SortedDict[str, _Waiting] = SortedDict()
         # Insertion order is order of entry, which timeouts go by; retracted ones enter anew.
-        self._by_entry: dict[str, _Waiting] = {}
-        self._started: dict[str, PendingRequest] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._rids: SortedList[str] = SortedList()
+        self._started: dict[str, _Waiting] = {}
         self._started_by_prefix = PrefixIndex()
         self._sequences = count()
 
     def __len__(self) -> int:
-        return len(self._by_rid)
+        return len(self._waiting)
 
     def __contains__(self, rid: str) -> bool:
-        return rid in self._by_rid
+        return rid in self._waiting
 
     def __iter__(self) -> Iterator[Any]:
-        return (waiting.req for waiting in self._by_entry.values())
+        return (waiting.req for waiting in self._waiting.values())
 
     @property
     def is_full(self) -> bool:
@@ -75,42 +76,46 @@ class OfflinePool:
         self.end(req)
         if not hasattr(req, "echo_sequence"):
             req.echo_sequence = next(self._sequences)
-        pending = PendingRequest(
+        waiting = _Waiting(
             rid=req.rid,
             prompt=req.origin_input_ids + req.output_ids if resumed else req.origin_input_ids,
             sequence=req.echo_sequence,
             namespace=namespace_of(req),
             deadline_s=deadline_s,
             work_tokens=work_tokens,
+            req=req,
+            entry_s=entry_s,
+            num_tokens=req.seqlen,
         )
-        self._order.add(pending, resumed=resumed)
-        waiting = _Waiting(req, pending, entry_s, req.seqlen)
-        self._by_rid[req.rid] = self._by_entry[req.rid] = waiting
+        self._order.add(waiting, resumed=resumed)
+        self._waiting[req.rid] = waiting
+        self._rids.add(req.rid)
         self.num_tokens += waiting.num_tokens
-        self._changed(req, pending)
+        self._changed(waiting)
 
     def find(self, rid: str) -> Any | None:
         """The request of that id, if it waits."""
-        waiting = self._by_rid.get(rid)
+        waiting = self._waiting.get(rid)
         return waiting.req if waiting is not None else None
 
     def upcoming(self, limit: int) -> list[Any]:
         """The next `limit` requests in the policy's order; they stay in the pool."""
-        return [self._by_rid[item.rid].req for item in islice(self._order.upcoming(), limit)]
+        waiting: Iterator[Any] = islice(self._order.upcoming(), limit)
+        return [one.req for one in waiting]
 
     def take(self, req: Any) -> None:
         """Remove a request because it starts."""
-        pending = self._pop(req.rid).pending
-        self._order.take(pending)
-        self._started[req.rid] = pending
-        self._started_by_prefix.add(pending)
-        self._changed(req, pending)
+        waiting = self._pop(req.rid)
+        self._order.take(waiting)
+        self._started[req.rid] = waiting
+        self._started_by_prefix.add(waiting)
+        self._changed(waiting)
 
     def end(self, req: Any) -> None:
         """Forget a request that started, if it is known: it ended, or comes back to wait."""
-        if (pending := self._started.pop(req.rid, None)) is not None:
-            self._started_by_prefix.remove(pending)
-            self._changed(req, pending)
+        if (started := self._started.pop(req.rid, None)) is not None:
+            self._started_by_prefix.remove(started)
+            self._changed(started)
 
     def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
         """Echo's reference count of a prefix, and which waiting requests it counts."""
@@ -123,12 +128,12 @@ class OfflinePool:
 
     def remove(self, rid_prefix: str) -> list[Any]:
         """Remove and return all whose id starts with the prefix; "" empties the pool."""
-        rids = list(self._by_rid.irange(rid_prefix, rid_prefix + "\U0010ffff"))
+        rids = list(self._rids.irange(rid_prefix, rid_prefix + "\U0010ffff"))
         return [self._remove_one(rid) for rid in rids]
 
     def waiting_since_before(self, deadline_s: float) -> Iterator[Any]:
         """Requests that entered before the deadline, oldest entry first."""
-        for waiting in self._by_entry.values():
+        for waiting in self._waiting.values():
             if waiting.entry_s >= deadline_s:
                 return
             yield waiting.req
@@ -136,21 +141,21 @@ class OfflinePool:
     def oldest_age_s(self, now_s: float) -> float:
         """How long the request that has been in line longest has waited since it entered."""
         oldest = self._order.oldest()
-        return now_s - self._by_rid[oldest.rid].entry_s if oldest else 0.0
+        return now_s - self._waiting[oldest.rid].entry_s if oldest else 0.0
 
     def _remove_one(self, rid: str) -> Any:
         waiting = self._pop(rid)
-        self._order.remove(waiting.pending)
-        self._changed(waiting.req, waiting.pending)
+        self._order.remove(waiting)
+        self._changed(waiting)
         return waiting.req
 
-    def _changed(self, req: Any, pending: PendingRequest) -> None:
+    def _changed(self, waiting: _Waiting) -> None:
         if self.on_change is not None:
-            self.on_change(req, pending.prompt)
+            self.on_change(waiting.req, waiting.prompt)
 
     def _pop(self, rid: str) -> _Waiting:
-        waiting = self._by_rid.pop(rid)
-        del self._by_entry[rid]
+        waiting = self._waiting.pop(rid)
+        self._rids.remove(rid)
         self.num_tokens -= waiting.num_tokens
         return waiting
 

@@ -49,6 +49,15 @@ def drain(order: OfflineOrder) -> list[int]:
     return taken
 
 
+@given(st.permutations(range(6)))
+def test_ages_go_by_sequence_in_whichever_order_requests_come(sequences):
+    order = FcfsOrder()
+    for sequence in sequences:
+        order.add(pending(sequence))
+    assert order.oldest().sequence == 0
+    assert drain(order) == list(range(6))
+
+
 @given(
     name=st.sampled_from(sorted(ORDERS)),
     prompts=st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=40),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.policies.lost_prefixes import LostPrefixes
-from echo_sgl.policies.prefix_index import PrefixIndex, prefix_key
+from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey, prefix_key
 from echo_sgl.types import PendingRequest
 
 prompts = st.lists(st.integers(0, 3), max_size=5).map(lambda tokens: array("q", tokens))
@@ -19,6 +20,10 @@ namespaces = st.sampled_from(["", "adapter"])
 
 def request(number: int, prompt: array[int], namespace: str = "") -> PendingRequest:
     return PendingRequest(f"r{number}", prompt, number, namespace)
+
+
+def keys(requests: Iterable[PendingRequest]) -> list[PrefixKey]:
+    return list(map(prefix_key, requests))
 
 
 @given(st.lists(st.tuples(namespaces, prompts), max_size=30), namespaces, paths, st.data())
@@ -56,10 +61,10 @@ def test_every_walk_is_that_of_a_sorted_list_at_any_time(history, namespace, pro
         else:
             index.remove(here.pop(min(here, key=lambda other: (other * 7) % 5)))
     expected = sorted(map(prefix_key, here.values()))
-    assert list(index) == expected
+    assert keys(index) == expected
     for key in [(namespace, prompt, sequence), *expected]:
-        assert list(index.after(key)) == [other for other in expected if other > key]
-        assert list(index.up_to(key)) == [other for other in expected if other <= key]
+        assert keys(index.after(key)) == [other for other in expected if other > key]
+        assert keys(index.up_to(key)) == [other for other in expected if other <= key]
 
 
 @given(st.lists(prompts, max_size=20), prompts)
@@ -85,6 +90,16 @@ def nodes_of(index: PrefixIndex) -> list[tuple[int, int, int]]:
     return found
 
 
+def test_who_is_removed_has_the_same_prompt_and_number():
+    index, here = PrefixIndex(), request(0, array("q", [1, 2, 3]))
+    index.add(here)
+    with pytest.raises(ValueError, match="'r0' is not in the index"):
+        index.remove(request(0, array("q", [1, 9, 3])))
+    assert list(index) == [here]
+    index.remove(request(0, array("q", [1, 2, 3])))
+    assert not len(index)
+
+
 @pytest.mark.parametrize("prompt", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 9, 3]])
 def test_removing_what_is_not_here_is_refused_and_changes_nothing(prompt):
     index = PrefixIndex()
@@ -100,7 +115,7 @@ def test_a_chain_of_prompts_deeper_than_the_recursion_limit_is_walked():
     index, longest = PrefixIndex(), array("q", [1] * 1200)
     for length in range(1, 1201):
         index.add(request(length, longest[:length]))
-    assert [sequence for _, _, sequence in index] == list(range(1, 1201))
+    assert [one.sequence for one in index] == list(range(1, 1201))
     assert index.last_and_count("", longest[:1000]) == (("", longest, 1200), 201)
 
 
@@ -112,7 +127,7 @@ def test_walking_from_a_key_and_up_to_it_meets_every_other_key_once():
     middle = prefix_key(requests[4])
     behind, before = list(index.after(middle)), list(index.up_to(middle))
     assert before + behind == list(index)
-    assert before[-1] == middle
+    assert before[-1] is requests[4]
     assert list(index.around(middle)) == behind + before
     assert list(index.around(None)) == list(index)
 
