@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.estimators.batch_time import StepPredictor
@@ -18,14 +18,13 @@ _NEAR_TIE = 0.05
 _LEAST_S = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An offline request whose prefill, or a chunk of it, could join the step.
 
     `new_tokens`: what would be computed, at least 1. `cached_tokens`: what of its prompt is in
     the cache. `evicted_needed_tokens`: what would be evicted for it although pending requests
     need it. `laxity_s`: time left until its job would miss its window, infinite without one.
-    `length_bucket`: see `length_bucket`.
+    `length_bucket`: see `length_bucket`. A tuple, because some are made each time one is chosen.
     """
 
     rid: str

@@ -51,7 +51,9 @@ class Weighing:
             in_line.echo_passed_over = getattr(in_line, "echo_passed_over", 0) + 1
 
     def _candidate(self, req: Any, victims: Victims, free_tokens: int, now_s: float) -> Candidate:
-        prompt = req.origin_input_ids + req.output_ids
+        prompt = req.origin_input_ids
+        if req.output_ids:
+            prompt = prompt + req.output_ids
         cached_tokens = min(self._core.cached_tokens(req, prompt), len(prompt) - 1)
         new_tokens = len(prompt) - cached_tokens
         return Candidate(

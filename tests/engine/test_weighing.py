@@ -87,3 +87,9 @@ def test_nobody_is_passed_over_for_ever():
     for _ in range(MAX_PASSED_OVER):
         assert reordered([first, second], {"b": 90}) == ["b", "a"]
     assert reordered([first, second], {"b": 90}) == ["a", "b"]
+
+
+def test_what_was_generated_before_a_request_came_back_is_computed_again():
+    back = request("a")
+    back.output_ids = array("q", range(50))
+    assert reordered([back, request("b")], {"a": 90, "b": 90}) == ["b", "a"]
