@@ -24,6 +24,7 @@ from echo_sgl.engine.questions import (
     budget_problem,
 )
 from echo_sgl.engine.settings import active_config
+from echo_sgl.engine.turns import OfflineTurns
 from echo_sgl.errors import EchoError
 
 MAX_ID_CHARS = 512
@@ -35,6 +36,7 @@ def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: A
     """Before SGLang starts to listen: put our routes beside its own, calibrate if asked to."""
     from sglang.srt.entrypoints import http_server
 
+    http_server.app.add_middleware(OfflineTurns)
     http_server.app.include_router(_router(Replicas(tokenizer_manager)))
     try:
         add_to_server(http_server.app, server_args, tokenizer_manager)

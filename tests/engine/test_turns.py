@@ -1,0 +1,132 @@
+"""A job that is sent at once does not stand before online requests at the HTTP server's door."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from echo_sgl.engine.turns import OfflineTurns, pass_turn_on
+from echo_sgl.types import Task
+from eval.load import Phase, make_request
+from eval.server import LOCAL, Server
+from tests.engine.traffic import FLEX, completion, documents, post
+
+FLOOD = 600
+RECORDING = "c" * 32
+
+
+class Door:
+    """An app that notes who came in, and lets `bodies` be tokenised when told to."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+        self.open = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = orjson.loads((await receive())["body"])
+        self.entered.append(body["name"])
+        if body.get("fails"):
+            raise ValueError(body["name"])
+        await self.open.wait()
+        pass_turn_on()
+        await asyncio.sleep(3600)
+
+
+def visit(door: OfflineTurns, name: str, path: str = "/v1/completions", **body: Any) -> Any:
+    content = orjson.dumps({"name": name, **body})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(_message: Any) -> None:
+        raise AssertionError("nobody answers")
+
+    scope = {"type": "http", "path": path}
+    return asyncio.create_task(door(scope, receive, send))  # type: ignore[arg-type]
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def entered(*visits: dict[str, Any], opens: bool = False) -> list[str]:
+    """Who came in when these came at once, in order; `opens`: those who came are tokenised."""
+
+    async def run() -> list[str]:
+        door = Door()
+        if opens:
+            door.open.set()
+        turns = OfflineTurns(door)
+        tasks = [visit(turns, f"{n}", **one) for n, one in enumerate(visits)]
+        await settle()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return door.entered
+
+    return asyncio.run(run())
+
+
+def test_one_offline_request_is_taken_in_at_a_time_and_online_ones_at_once() -> None:
+    assert entered(FLEX, FLEX, {}, FLEX, {"service_tier": "auto"}) == ["2", "4", "0"]
+
+
+def test_the_turn_goes_to_the_next_in_line_once_a_request_is_tokenised() -> None:
+    assert entered(FLEX, FLEX, {}, FLEX, opens=True) == ["2", "0", "1", "3"]
+
+
+def test_a_request_that_is_refused_gives_its_turn_back() -> None:
+    assert entered({**FLEX, "fails": True}, FLEX, opens=True) == ["0", "1"]
+
+
+def test_a_tier_in_the_words_of_a_prompt_is_none() -> None:
+    prompt = {"prompt": orjson.dumps(FLEX).decode()}
+    assert entered(prompt, prompt) == ["0", "1"]
+    native = {"path": "/generate", "sampling_params": {"custom_params": FLEX}}
+    assert entered(native, native) == ["0"]
+    other = {"path": "/v1/files", **FLEX}
+    assert entered(other, other) == ["0", "1"]
+
+
+def arrivals_s(server: Server) -> dict[str, list[float]]:
+    """When requests that ended since the last look arrived, by class."""
+    params = {"recording": RECORDING}
+    [replica] = LOCAL.get(f"{server.url}/echo/recording", params=params, timeout=60).json()[
+        "replicas"
+    ]
+    rows = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
+    return {
+        task: sorted(row["at_s"] for row in rows if row["class"] == task)
+        for task in ("online", "offline")
+    }
+
+
+@pytest.mark.server
+def test_an_online_request_passes_a_flood_that_was_sent_before_it(echo_server: Server) -> None:
+    flood = [
+        make_request(f"{n}", Task.OFFLINE, "/v1/completions", completion(text, 1, **FLEX))
+        for n, text in enumerate(documents(FLOOD, 250))
+    ]
+    online = make_request("online", Task.ONLINE, "/v1/completions", completion("hello", 1))
+    assert post(echo_server, "/v1/completions", completion("warm", 1)).status_code == 200
+    arrivals_s(echo_server)  # from here on it is recorded
+
+    async def run() -> Phase:
+        phase = Phase(echo_server.url)
+        job = asyncio.create_task(phase.closed_loop(flood, window=FLOOD, limit_s=300))
+        while len(phase.records) < FLOOD or any(one.sent_s is None for one in phase.records):
+            await asyncio.sleep(0.001)
+        await phase.open_loop([(0.0, online)], limit_s=300)
+        await job
+        return phase
+
+    records = asyncio.run(run()).records
+    assert {record.error for record in records} == {""}
+    found = arrivals_s(echo_server)
+    assert (len(found["online"]), len(found["offline"])) == (1, FLOOD)
+    behind = sum(at_s > found["online"][0] for at_s in found["offline"])
+    assert behind > FLOOD / 4
