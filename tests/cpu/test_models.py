@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from eval.models import demo_model, python_sources
+from eval.models import demo_model, find_model, python_sources
 
 
 def test_two_processes_that_build_at_once_get_one_whole_model(tmp_path: Path) -> None:
@@ -46,3 +46,13 @@ def test_the_chat_template_ends_where_the_assistant_begins(tiny_model: Path) -> 
 def test_an_unknown_size_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="allowed are tiny, small, base"):
         demo_model("huge")
+
+
+def test_a_shape_is_a_config_and_a_tokenizer_without_weights(tmp_path: Path) -> None:
+    folder, load_args = find_model("llama-3-8b", tmp_path)
+    assert load_args == ("--load-format", "dummy")
+    assert not list(Path(folder).glob("*.safetensors"))
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (32, 4096, 128_256)
+    assert max(AutoTokenizer.from_pretrained(folder).get_vocab().values()) < config.vocab_size
+    assert find_model("some/model", tmp_path) == ("some/model", ())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.batch_shape import StepKind
+from echo_sgl.batch_shape import BatchShape, StepKind
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import StepError
@@ -18,6 +18,7 @@ from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
 from tests.estimators.steps import CAPTURED, NAMES, any_models, random_rows, true_model, unfitted
 
+PACKAGED = Path(__file__).parents[2] / "configs" / "profiles"
 DEVICE, MODEL = "Some CPU, 2 cores", "demo-tiny"
 
 
@@ -192,3 +193,12 @@ def test_a_bad_host_time_is_refused_by_its_name(
     change(saved, field, value)
     with pytest.raises(ConfigError, match=problem):
         load(saved)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_packaged_profile_can_be_read_and_predicts(path):
+    document = json.loads(path.read_text())
+    profile = load_profile(path, device=document["device"], model=document["model"])
+    shape = BatchShape()
+    shape.add_prefill(100)
+    assert 0 < profile.estimator.predict_s(shape) < 1

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import gzip
+from pathlib import Path
+
 import numpy as np
+import orjson
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, decode_row, rows_of
+from echo_sgl.cli.calibration import fit_all
+from echo_sgl.estimators.held_out import held_out_errors
+from eval.corun import RESULTS_DIR
+from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
 from eval.step_times import scatter
+
+
+def test_steps_read_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = rows_of(decodes(3))
+    steps = {CALIBRATION: (rows, np.array([0.01, 0.0123456, 2.5])), LIVE: (rows[:1], np.ones(1))}
+    write_steps(tmp_path, "some", steps, {"server": {"vocab": 7}})
+    read, about = read_steps(tmp_path, "some")
+    assert list(read) == [CALIBRATION, LIVE] and about["server"] == {"vocab": 7}
+    for phase, (phase_rows, times_s) in steps.items():
+        assert np.array_equal(read[phase][0], phase_rows)
+        assert np.allclose(read[phase][1], times_s, rtol=1e-6)
+
+
+def test_steps_with_other_columns_are_refused(tmp_path: Path) -> None:
+    write_steps(tmp_path, "some", {}, {})
+    (tmp_path / "some.csv.gz").write_bytes(gzip.compress(b"phase,time_s\nlive,1\n"))
+    with pytest.raises(ValueError, match=r"some\.csv\.gz has columns \['phase', 'time_s'\]"):
+        read_steps(tmp_path, "some")
+
+
+def test_committed_gpu_steps_give_the_committed_errors() -> None:
+    folder = RESULTS_DIR / "step-times-gpu"
+    rows = orjson.loads((folder / "summary.json").read_bytes())["rows"]
+    steps, about = read_steps(folder, "llama-3-8b")
+    model = fit_all(steps[CALIBRATION], about["server"], seed=0).models["pooled"]
+    for kind, error in held_out_errors(model, steps[LIVE]).items():
+        [row] = [one for one in rows if (one["model"], one["kind"]) == ("pooled", kind)]
+        assert error.mape == pytest.approx(row["mape"], rel=1e-3)
+        assert error.num_steps == row["num_steps"]
 
 
 def decodes(num_steps: int) -> list[BatchRow]:
