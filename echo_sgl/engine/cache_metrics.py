@@ -54,7 +54,9 @@ class CacheMetrics:
             ["task"],
             buckets=RECOMPUTED_BUCKETS,
         ).labels(Task.OFFLINE)
-        cached = gauge("echo_sgl_cached_tokens", "Tokens in the cache by last user.")
+        cached = gauge(
+            "echo_sgl_cached_tokens", "Tokens in the cache and its host tier by last user."
+        )
         self._cached = {task: cached.labels(task) for task in Task}
         active = gauge("echo_sgl_active_kv_tokens", "KV tokens that running requests hold.")
         self._active = {task: active.labels(task) for task in Task}

@@ -212,11 +212,6 @@ HOOKS = (
         _ours("tasks.check_and_stamp"),
     ),
     Hook(
-        Seam(f"{_TOKENIZER}._send_one_request", "self tokenized_obj"),
-        "before",
-        _ours("turns.pass_turn_on"),
-    ),
-    Hook(
         Seam(f"{_TOKENIZER}.init_metric_collector_watchdog", "self"),
         "after",
         _ours("metrics.create_request_metrics"),

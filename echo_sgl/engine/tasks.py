@@ -18,6 +18,7 @@ from echo_sgl.engine.terms import (
     stamped,
     terms_of_headers,
 )
+from echo_sgl.engine.turns import pass_turn_on
 from echo_sgl.errors import ServiceTierError, TermsError
 from echo_sgl.types import OFFLINE_SERVICE_TIER, Task, task_of_service_tier
 
@@ -65,10 +66,11 @@ def tag_converted_request(
 
 
 def check_and_stamp(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """Before tokenisation: check tier and terms, whose errors SGLang answers with 400, and
-    note the time of arrival."""
+    """Between tokenisation and scheduler: check tier and terms, whose errors SGLang answers
+    with 400, note the time of arrival, and let the next offline request in."""
     task_of_input(obj)
     params = getattr(obj, "sampling_params", None)
     check_terms(custom_params_of(params), active_config().slo)
     if isinstance(params, dict):
         obj.sampling_params = stamped(params)
+    pass_turn_on()

@@ -13,10 +13,9 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from echo_sgl.engine.tasks import TAGGED_PATHS
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
-PATHS = (*TAGGED_PATHS, "/generate")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
 # A key of the body: in a prompt the quotation marks would stand behind a backslash.
 _OFFLINE = re.compile(rb'"service_tier"\s*:\s*"%s"' % OFFLINE_SERVICE_TIER.encode())
 
@@ -36,7 +35,7 @@ class Turn:
 _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
-def pass_turn_on(*_args: Any, **_kwargs: Any) -> None:
+def pass_turn_on() -> None:
     """The request of this context is tokenised; what is left to do for it costs little."""
     if (turn := _current.get()) is not None:
         turn.pass_on()

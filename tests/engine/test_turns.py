@@ -14,7 +14,7 @@ from eval.load import Phase, make_request
 from eval.server import LOCAL, Server
 from tests.engine.traffic import FLEX, completion, documents, post
 
-FLOOD = 600
+FLOOD = 400
 RECORDING = "c" * 32
 
 
@@ -130,3 +130,22 @@ def test_an_online_request_passes_a_flood_that_was_sent_before_it(echo_server: S
     assert (len(found["online"]), len(found["offline"])) == (1, FLOOD)
     behind = sum(at_s > found["online"][0] for at_s in found["offline"])
     assert behind > FLOOD / 4
+
+
+@pytest.mark.server
+def test_a_request_of_several_prompts_does_not_keep_its_turn(echo_server: Server) -> None:
+    prompts = {"prompt": ["one", "two"], "max_tokens": 2000, "ignore_eos": True}
+    long = {**completion("", 2000, **FLEX), **prompts}
+    short = completion("three", 1, **FLEX)
+
+    async def run() -> list[str]:
+        phase = Phase(echo_server.url)
+        requests = [
+            make_request(name, Task.OFFLINE, "/v1/completions", body, stream=False)
+            for name, body in (("long", long), ("short", short))
+        ]
+        await phase.closed_loop(requests, window=2, limit_s=300)
+        assert {record.error for record in phase.records} == {""}
+        return [one.id for one in sorted(phase.records, key=lambda record: record.end_s or 0.0)]
+
+    assert asyncio.run(run()) == ["short", "long"]
