@@ -122,6 +122,15 @@ def test_online_requests_come_at_the_asked_share_of_the_saturation(
         assert {(one.prompt_tokens, one.output_tokens) for one in mix.arrivals} == {(128, 32)}
 
 
+def test_a_rate_of_their_own_goes_before_the_share_of_the_saturation(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.ablation_load._job", lambda *_: [])
+    options = AblationOptions(workload="llm-d", online_rps=4, online_load=0.5, duration_s=40)
+    mix = build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=100.0)
+    assert 120 <= len(mix.arrivals) <= 205  # 160 expected, Poisson
+
+
 def test_calibration_sends_the_workloads_lengths_and_texts_of_its_own(
     trace: str, tiny_model: Path
 ) -> None:

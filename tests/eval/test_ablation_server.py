@@ -32,13 +32,13 @@ def test_a_run_measures_every_arm_once_and_goes_on_where_it_ended(
     folder = tmp_path / "ablation-test"
     before = {path: path.stat().st_mtime_ns for path in (folder / "raw").iterdir()}
 
-    resumed = dataclasses.replace(options, resume=True, arms="bs,stock")
+    resumed = dataclasses.replace(options, resume=True, arms="bs,bs-e,stock", servers_up=2)
     second = Ablation(resumed, "second", results_dir=tmp_path)
     second.run()
     assert second.failures == []
     assert before == {path: path.stat().st_mtime_ns for path in before}
     summary = orjson.loads((folder / "summary.json").read_bytes())["arms"]
-    assert list(summary) == ["bs", "stock"]
+    assert list(summary) == ["bs", "bs-e", "stock"]
     for tree in summary.values():
         # The deadlines in the lines' bodies are taken by stock servers too.
         assert tree["online_together"]["error"]["max"] == 0
