@@ -11,11 +11,8 @@ import pytest
 from echo_sgl.engine.turns import OfflineTurns, pass_turn_on
 from echo_sgl.types import Task
 from eval.load import Phase, make_request
-from eval.server import LOCAL, Server
-from tests.engine.traffic import FLEX, completion, documents, post
-
-FLOOD = 200
-RECORDING = "c" * 32
+from eval.server import Server
+from tests.engine.traffic import FLEX, completion
 
 
 class Door:
@@ -90,54 +87,6 @@ def test_a_tier_in_the_words_of_a_prompt_is_none() -> None:
     assert entered(native, native) == ["0"]
     other = {"path": "/v1/files", **FLEX}
     assert entered(other, other) == ["0", "1"]
-
-
-def arrivals_s(server: Server) -> dict[str, list[float]]:
-    """When requests that ended since the last look arrived, by class."""
-    params = {"recording": RECORDING}
-    [replica] = LOCAL.get(f"{server.url}/echo/recording", params=params, timeout=60).json()[
-        "replicas"
-    ]
-    rows = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
-    return {
-        task: sorted(row["at_s"] for row in rows if row["class"] == task)
-        for task in ("online", "offline")
-    }
-
-
-@pytest.mark.server
-def test_an_online_request_passes_a_flood_that_was_sent_before_it(echo_server: Server) -> None:
-    flood = [
-        make_request(f"{n}", Task.OFFLINE, "/v1/completions", completion(text, 1, **FLEX))
-        for n, text in enumerate(documents(FLOOD, 40))
-    ]
-    online = make_request("online", Task.ONLINE, "/v1/completions", completion("hello", 1))
-    assert post(echo_server, "/v1/completions", completion("warm", 1)).status_code == 200
-    arrivals_s(echo_server)  # from here on it is recorded
-
-    async def all_sent(phase: Phase, number: int) -> None:
-        while len(phase.records) < number or any(one.sent_s is None for one in phase.records):
-            await asyncio.sleep(0.01)
-
-    async def run() -> Phase:
-        phase = Phase(echo_server.url)
-        # Paused, so that how fast this client sends does not count.
-        order = {"mode": "in_place"}
-        LOCAL.post(f"{echo_server.url}/pause_generation", json=order, timeout=60).raise_for_status()
-        job = asyncio.create_task(phase.closed_loop(flood, window=FLOOD, limit_s=300))
-        await all_sent(phase, FLOOD)
-        person = asyncio.create_task(phase.open_loop([(0.0, online)], limit_s=300))
-        await all_sent(phase, FLOOD + 1)
-        LOCAL.post(f"{echo_server.url}/continue_generation", json={}, timeout=60).raise_for_status()
-        await asyncio.gather(job, person)
-        return phase
-
-    records = asyncio.run(run()).records
-    assert {record.error for record in records} == {""}
-    found = arrivals_s(echo_server)
-    assert (len(found["online"]), len(found["offline"])) == (1, FLOOD)
-    behind = sum(at_s > found["online"][0] for at_s in found["offline"])
-    assert behind > FLOOD / 4
 
 
 @pytest.mark.server
