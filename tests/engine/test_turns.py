@@ -11,8 +11,9 @@ import pytest
 from echo_sgl.engine.turns import OfflineTurns, pass_turn_on
 from echo_sgl.types import Task
 from eval.load import Phase, make_request
-from eval.server import Server
-from tests.engine.traffic import FLEX, completion
+from eval.records import Status
+from eval.server import LOCAL, Server
+from tests.engine.traffic import FLEX, completion, post
 
 
 class Door:
@@ -106,3 +107,36 @@ def test_a_request_of_several_prompts_does_not_keep_its_turn(echo_server: Server
         return [one.id for one in sorted(phase.records, key=lambda record: record.end_s or 0.0)]
 
     assert asyncio.run(run()) == ["short", "long"]
+
+
+@pytest.mark.server
+def test_while_one_is_taken_in_only_offline_requests_wait(echo_server: Server) -> None:
+    """A pause keeps the first inside; what is refused tells who has come that far."""
+    body = completion("hello", 1)
+    refused = {**body, "max_tokens": "many"}
+
+    async def run() -> list[Status]:
+        phase = Phase(echo_server.url)
+        sent: list[asyncio.Task[None]] = []
+
+        async def send(body: dict[str, Any]) -> None:
+            request = make_request(f"{len(sent)}", Task.OFFLINE, "/v1/completions", body)
+            sent.append(asyncio.create_task(phase.open_loop([(0.0, request)], limit_s=300)))
+            while len(phase.records) < len(sent) or phase.records[-1].sent_s is None:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(LOCAL.get, f"{echo_server.url}/health", timeout=60)
+
+        await asyncio.to_thread(post, echo_server, "/pause_generation", {"mode": "in_place"})
+        try:
+            await send({**body, **FLEX})
+            await send({**refused, **FLEX})
+            await send(refused)
+            await sent[2]
+            meanwhile = [record.status for record in phase.records]
+        finally:
+            await asyncio.to_thread(post, echo_server, "/continue_generation", {})
+        await asyncio.gather(*sent)
+        return [*meanwhile, *(record.status for record in phase.records)]
+
+    pending, error, ok = Status.PENDING, Status.ERROR, Status.OK
+    assert asyncio.run(run()) == [pending, pending, error, ok, error, error]
