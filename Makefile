@@ -22,8 +22,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/python -m eval.demo $(if $(MODEL),--model $(MODEL)) \
-	    $(if $(SERVER_ARGS),--server-args='$(SERVER_ARGS)')
+	$(BIN)/python -m eval.demo$(if $(MODEL), --model $(MODEL))$(if $(SERVER_ARGS), --server-args='$(SERVER_ARGS)')
 
 test: install
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder

@@ -74,7 +74,8 @@ class PooledBatchTime(BatchTimeModel):
 
     def _predict(self, step: Step, num_decodes: int) -> float:
         # `weighted_sum` of `_prefill` and `_decode`, written out: it is asked for often.
-        area, token, beyond, cached, step_s, knee, *decode, mixing = self._values
+        (area, token, beyond, cached, step_s, knee,
+         longest, context, request, decode_step_s, mixing) = self._values  # fmt: skip
         prefill_s = decode_s = 0.0
         if tokens := step.prefill_tokens:
             prefill_s = area * step.prefill_area
@@ -84,7 +85,6 @@ class PooledBatchTime(BatchTimeModel):
                 prefill_s = prefill_s + token * knee + beyond * (tokens - knee)
             prefill_s = prefill_s + cached * step.cached_tokens + step_s
         if num_decodes:
-            longest, context, request, decode_step_s = decode
             decode_s = longest * step.max_decode_tokens + context * step.decode_tokens
             decode_s = decode_s + request * num_decodes + decode_step_s
         return max(prefill_s, decode_s) + mixing * min(prefill_s, decode_s)

@@ -23,7 +23,7 @@ from eval.arms import Arm, pick_arms
 from eval.corun_phases import empty_cache, offline_alone, online_alone, together, warm_up
 from eval.machine import device_args, provenance
 from eval.mix import SERVED_MODEL, Mix, build_mix
-from eval.models import SIZES, demo_model
+from eval.models import find_model
 from eval.options import CorunOptions, parse_options
 from eval.records import write_records
 from eval.report import summary_markdown
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
 
 def run(options: CorunOptions, *, command: str) -> Path:
     """Measure all arms and write the results folder, replacing one of the same name."""
-    model = str(demo_model(options.model)) if options.model in SIZES else options.model
+    model, _ = find_model(options.model)
     mix = build_mix(options, load_tokenizer(model))
     folder = RESULTS_DIR / options.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +81,8 @@ def server_args(options: CorunOptions, arm: Arm) -> tuple[str, ...]:
         "--max-running-requests": options.max_running_requests,
         "--chunked-prefill-size": options.chunked_prefill_size,
     }
-    args = ["--served-model-name", SERVED_MODEL, "--enable-cache-report"]
+    _, load_args = find_model(options.model)
+    args = [*load_args, "--served-model-name", SERVED_MODEL, "--enable-cache-report"]
     args += ["--random-seed", str(options.seed)]
     for flag, value in limits.items():
         args += [flag, str(value)] if value else []
