@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import orjson
 
+from echo_sgl.cli.connection import open_blocking_client
 from echo_sgl.errors import EchoError
 
 TIMEOUT_S = 60.0
@@ -30,9 +31,8 @@ class BatchClient:
     """Blocking calls to one server."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self._http = open_blocking_client(url, api_key, TIMEOUT_S)
 
     def close(self) -> None:
         self._http.close()

@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 
 from echo_sgl.batch_shape import BatchRow
+from echo_sgl.cli.connection import open_blocking_client
 from echo_sgl.cli.server_route import fetch
 from echo_sgl.cli.steps import StepsError, fetch_steps
 from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS, create_batch_time
@@ -127,8 +128,7 @@ class Driver:
 
     def __init__(self, url: str, api_key: str | None, rng: random.Random) -> None:
         self._url, self._api_key, self._random = url, api_key, rng
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S)
+        self._client = open_blocking_client(url, api_key, REQUEST_TIMEOUT_S)
         self.server: dict[str, Any] = self._replica()["server"]
         self._lone_s: list[float] = []
         self._beside_s: list[float] = []

@@ -19,6 +19,8 @@ from echo_sgl.errors import EchoError
 
 PROBE_TIMEOUT_S = 30.0  # SGLang's own health check gives up after 20 s
 CONNECT_TIMEOUT_S = 10.0
+# SGLang ends a connection that was idle for 5 s: a request that goes out just then gets no answer.
+IDLE_S = 2.0
 # An answer may take hours, so there is no read timeout; a host that vanished is found by TCP.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -45,7 +47,9 @@ LOST = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException, N
 def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.AsyncClient:
     """A client that waits for answers without limit and notices a dead host within a minute."""
     limits = httpx.Limits(
-        max_connections=max_connections, max_keepalive_connections=max_connections
+        max_connections=max_connections,
+        max_keepalive_connections=max_connections,
+        keepalive_expiry=IDLE_S,
     )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.AsyncClient(
@@ -54,6 +58,13 @@ def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.As
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
         transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE),
     )
+
+
+def open_blocking_client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
+    """A client for calls one after the other, or of a few threads."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(keepalive_expiry=IDLE_S)
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, limits=limits)
 
 
 @dataclass(frozen=True, slots=True)
