@@ -20,44 +20,53 @@ from eval.server import LOCAL, Server, ServerStartError
 
 LIMIT_S = 120.0
 LOOK_S = 0.05
-PLUG = "plug-"
-PLUG_TOKENS = 400  # at most: all of them together fit into the smallest pool that is measured
+PLUG = "plug-"  # one of the plugs is called just that, the others so and on
+# They decode until they are aborted. What is left of the pool is kept free by the burst reserve.
+PLUGS_SHARE = 0.6
 
 
 @asynccontextmanager
 async def held(server: Server, num_lines: int) -> AsyncIterator[None]:
     """Send `num_lines` in the block: it ends when they wait and the server may begin.
 
-    Errors: `ServerStartError` when they do not come to wait in `LIMIT_S`.
+    Errors: `ServerStartError` when they do not come to wait in `LIMIT_S`, or a plug ended first.
     """
     async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
-        num_places = await asyncio.to_thread(_num_places, server)
-        plugs = asyncio.create_task(_send_plugs(client, num_places))
+        facts = await asyncio.to_thread(_facts, server)
+        num_places = int(facts["max_running_requests"])
+        plug_tokens = int(PLUGS_SHARE * facts["max_total_tokens"]) // num_places
+        plugs = asyncio.create_task(_send_plugs(client, num_places, plug_tokens))
         try:
             await _until(server, lambda load: load["num_running_reqs"] == num_places)
             yield
             await _until(server, lambda load: load["num_waiting_reqs"] >= num_lines)
         finally:
+            # SGLang looks for the name, and then ends all whose names begin like it.
             (await client.post("/abort_request", json={"rid": PLUG})).raise_for_status()
-            await plugs
+            reasons = await plugs
+        if set(reasons) != {"abort"}:
+            raise ServerStartError(f"plugs of a held server ended by {sorted(set(reasons))}")
 
 
-async def _send_plugs(client: httpx.AsyncClient, num_places: int) -> None:
+async def _send_plugs(client: httpx.AsyncClient, num_places: int, max_new_tokens: int) -> list[str]:
+    """Why each of them ended."""
     body = {
         "input_ids": [[100 + number] for number in range(num_places)],
-        "rid": [f"{PLUG}{number}" for number in range(num_places)],
+        "rid": [PLUG, *(f"{PLUG}{number}" for number in range(1, num_places))],
         "sampling_params": {
-            "max_new_tokens": PLUG_TOKENS,
+            "max_new_tokens": max_new_tokens,
             "ignore_eos": True,
             "custom_params": {"service_tier": OFFLINE_SERVICE_TIER},
         },
     }
-    await client.post("/generate", json=body)
+    answers = (await client.post("/generate", json=body)).raise_for_status().json()
+    return [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
 
 
-def _num_places(server: Server) -> int:
+def _facts(server: Server) -> dict[str, Any]:
     replicas = LOCAL.get(f"{server.url}/echo/steps", timeout=LIMIT_S).json()["replicas"]
-    return int(replicas[0]["server"]["max_running_requests"])
+    facts: dict[str, Any] = replicas[0]["server"]
+    return facts
 
 
 async def _until(server: Server, condition: Callable[[dict[str, Any]], bool]) -> None:

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +36,12 @@ class ServerStartError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server: where it listens, its process and its log."""
+    """A running server: where it listens, its process, its log and its temporary files."""
 
     url: str
     process: subprocess.Popen[bytes]
     log_path: Path
+    scratch: Path
 
     def log(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
@@ -93,16 +96,17 @@ def start_server(
         command = [sys.executable, str(Path(sys.executable).with_name("sglang")), "serve"]
     command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *args]
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="echo-server-"))
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_server_env(env),
+            env=_server_env(env, scratch),
             start_new_session=True,
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only sets a flag
         )
-    return Server(f"http://127.0.0.1:{port}", process, log_path)
+    return Server(f"http://127.0.0.1:{port}", process, log_path, scratch)
 
 
 def wait_ready(server: Server, timeout_s: float = READY_TIMEOUT_S) -> None:
@@ -119,7 +123,7 @@ def wait_ready(server: Server, timeout_s: float = READY_TIMEOUT_S) -> None:
 
 
 def stop_server(server: Server) -> None:
-    """End the server politely by its pid, then for sure the process group that it leads."""
+    """End the server politely by its pid, then for sure its process group; delete its scratch."""
     # A signal to the whole group would kill its ranks first, which SGLang reports as a crash.
     server.process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,6 +131,8 @@ def stop_server(server: Server) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait()
+    # SGLang leaves its sockets and a folder of metrics behind, thousands after a few test runs.
+    shutil.rmtree(server.scratch, ignore_errors=True)
 
 
 def _die_with_parent() -> None:
@@ -136,11 +142,13 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _server_env(extra: Mapping[str, str] | None) -> dict[str, str]:
+def _server_env(extra: Mapping[str, str] | None, scratch: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key != CONFIG_ENV}
     # Without a bytecode cache every start compiles SGLang anew and takes twice as long.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    return env | {"HF_HUB_OFFLINE": "1"} | dict(extra or {})
+    # Compiled kernels are kept beside temporary files unless they are given a place to stay.
+    kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor-echo"} | env
+    return kernels | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(scratch)} | dict(extra or {})
 
 
 def _start_failure(server: Server, what: str) -> str:

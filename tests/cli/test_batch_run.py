@@ -232,8 +232,10 @@ def test_a_server_that_dies_half_way_is_waited_for_and_the_job_completes(
     try:
         stdout, stderr = running.communicate(timeout=600)
         _, late_stderr = started_late.communicate(timeout=600)
+        assert list(again.scratch.iterdir())
     finally:
         stop_server(again)
+    assert not again.scratch.exists()
     everything = [str(index) for index in range(30)]
     assert running.returncode == 0, stderr
     assert sorted(names(output), key=int) == everything

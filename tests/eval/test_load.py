@@ -6,13 +6,16 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from echo_sgl.types import Task
+from echo_sgl.types import OFFLINE_SERVICE_TIER, Task
 from eval.corun_phases import empty_cache
+from eval.hold import held
 from eval.load import Phase, Request, make_request
 from eval.records import Record, Status
 from eval.server import LOCAL, Server, free_port
@@ -219,6 +222,32 @@ def test_a_refused_request_is_an_error_with_the_servers_words(
     records = run_closed(server, [completion("x", "bad", tokens=-5)], window=1)
     assert records[0].status is Status.ERROR
     assert records[0].error.startswith("HTTP 400") and "max_" in records[0].error
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_held_server_begins_when_it_has_all_lines(
+    echo_server: Server, texts: SyntheticText
+) -> None:
+    """Slow for what else runs: if the lines came late, the plugs would end by themselves."""
+
+    async def run() -> tuple[int, list[Record]]:
+        phase = Phase(echo_server.url)
+        async with held(echo_server, 5):
+            lines = [replace(one, content=flex(one)) for one in job(texts, 5, tokens=200)]
+            sending = asyncio.create_task(phase.closed_loop(lines, window=5, limit_s=60))
+        num_ended = sum(record.end_s is not None for record in phase.records)
+        await sending
+        return num_ended, phase.records
+
+    num_ended, records = asyncio.run(run())
+    assert num_ended == 0
+    assert [r.status for r in records] == [Status.OK] * 5
+
+
+def flex(request: Request) -> bytes:
+    """The body of the same request as an offline one."""
+    return orjson.dumps({**orjson.loads(request.content), "service_tier": OFFLINE_SERVICE_TIER})
 
 
 def test_a_server_that_is_not_there_is_an_error_per_request() -> None:
