@@ -182,10 +182,10 @@ def _largest_step(table: _Table) -> dict[str, int]:
 
 
 def _host(table: _Table) -> HostTime:
-    names = [item.name for item in dataclasses.fields(HostTime)]
-    if "busy_intake_s" not in table:  # older profiles have none
-        names.remove("busy_intake_s")
-    host = HostTime(**{name: table.take(name, float) for name in names})
+    fields = dataclasses.fields(HostTime)
+    # Older profiles have none of what has a default.
+    known = [one.name for one in fields if one.default is dataclasses.MISSING or one.name in table]
+    host = HostTime(**{name: table.take(name, float) for name in known})
     table.close()
     return host
 

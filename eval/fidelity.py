@@ -69,7 +69,7 @@ from eval.workloads import WorkloadError
 NOTE_COLUMNS = (*BatchRow._fields, "start_s", "time_s")
 DEFAULT_ARMS = "echo,hygen,bs"
 # A figure is the median of so many, which differ in how the times of steps scatter.
-NUM_SIMULATIONS = 5
+NUM_SIMULATIONS = 15
 # Of the server's own settings, what the simulator has, and what they are if nobody says.
 SETTINGS: dict[str, Any] = {
     "page_size": 1,

@@ -45,7 +45,8 @@ class Row:
     """One figure of one class in one phase. `bound`: largest share that they may differ by.
 
     `sim_at_speed`: simulated once more, with steps that take as much longer or shorter than the
-    profile says as they really did: what is left is the simulator's own error.
+    profile says as they really did: what is left is the simulator's own error. `span_at_speed`:
+    the least and the largest of these simulations.
     """
 
     arm: str
@@ -56,6 +57,7 @@ class Row:
     sim: float | None
     bound: float
     sim_at_speed: float | None = None
+    span_at_speed: tuple[float, float] | None = None
 
     @property
     def difference(self) -> float | None:
@@ -111,8 +113,19 @@ def rows_of_phase(
         if (measured.get("hit ratio") or 0.0) < LEAST_HIT_RATIO:
             measured.pop("hit ratio", None)
         for figure, value in measured.items():
-            sim, sim_at_speed = (_median(runs, figure) for runs in (simulated, again))
-            yield Row(arm, phase, task, figure, value, sim, bound_of(figure), sim_at_speed)
+            sims_at_speed = _values(again, figure)
+            span = (min(sims_at_speed), max(sims_at_speed)) if sims_at_speed else None
+            yield Row(
+                arm,
+                phase,
+                task,
+                figure,
+                real=value,
+                sim=_median(_values(simulated, figure)),
+                bound=bound_of(figure),
+                sim_at_speed=_median(sims_at_speed),
+                span_at_speed=span,
+            )
 
 
 def bound_of(figure: str) -> float:
@@ -142,8 +155,11 @@ def figures_of(
     return {**latencies, "hit ratio": stats["hit_ratio"]}
 
 
-def _median(runs: Sequence[dict[str, float | None]], figure: str) -> float | None:
-    values = [value for run in runs if (value := run.get(figure)) is not None]
+def _values(runs: Sequence[dict[str, float | None]], figure: str) -> list[float]:
+    return [value for run in runs if (value := run.get(figure)) is not None]
+
+
+def _median(values: Sequence[float]) -> float | None:
     return float(np.median(values)) if values else None
 
 
@@ -194,14 +210,17 @@ def _over(part: float, whole: float) -> float | None:
 
 
 def cause_of(row: Row, evidence: Tree | None) -> str:
-    """Why a row is out of its bound, or is in it by chance, as far as the steps' times tell."""
-    if row.is_kept is not False:
-        return "" if row.is_kept_at_speed is not False else "at speed decisions or waits differ"
+    """Why a row is out of its bound, with or without the real speed, as far as steps tell."""
+    if row.is_kept is not False and row.is_kept_at_speed is not False:
+        return ""
     over = (evidence or {}).get("device_over_profile")
     if over is None:
         return "not known: no steps were kept"
     if row.is_kept_at_speed:
         return f"steps took {over:.2f} x what the profile says"
+    low, high = row.span_at_speed or (math.inf, -math.inf)
+    if row.real is not None and low <= row.real <= high:
+        return f"chance: simulations span {_number(low)} to {_number(high)}"
     return "decisions or waits differ"
 
 
@@ -252,7 +271,8 @@ def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tr
         "- `at speed`: simulated again with steps (by kind, every few seconds anew) and the host's",
         "  time between them as many times longer as they were; what differs then is the",
         "  simulator's part",
-        "- a simulated figure is the median of several, which differ in how steps' times scatter",
+        "- a simulated figure is the median of several, which differ in how steps' times scatter;",
+        "  `chance`: the real one lies among them, further from their median than its bound allows",
         "- tokens/s: of the job, where answers were streamed as they came to its client: a prompt",
         "  comes with its first token",
         f"- kept: {sum(kept)} of {len(kept)} figures; at speed {sum(at_speed)} of {len(at_speed)}",

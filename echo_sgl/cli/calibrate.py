@@ -81,10 +81,13 @@ def calibrate(
 
 def host_line(host: HostTime) -> str:
     """What the server takes beside its device, in ms."""
-    step_ms, request_ms, intake_ms, busy_ms = (value * 1000 for value in dataclasses.astuple(host))
+    step_ms, request_ms, intake_ms, busy_ms, stream_ms = (
+        value * 1000 for value in dataclasses.astuple(host)
+    )
     return (
         f"host: {step_ms:.2f} ms between steps and {request_ms:.3f} ms more for each request in "
-        f"them; {intake_ms:.2f} ms around a request, {busy_ms:.2f} ms while steps run"
+        f"them; {intake_ms:.2f} ms around a request, {busy_ms:.2f} ms while another one decodes "
+        f"and {stream_ms:.2f} ms more for each further one"
     )
 
 

@@ -30,7 +30,7 @@ from echo_sgl.estimators.held_out import (
     held_out_errors,
     split_samples,
 )
-from echo_sgl.estimators.host_time import HostTime, fit_host_time
+from echo_sgl.estimators.host_time import Beside, HostTime, fit_host_time
 from echo_sgl.estimators.profile import Profile
 from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
 
@@ -38,8 +38,9 @@ HELD_OUT_SHARE = 0.25
 REQUEST_TIMEOUT_S = 300.0
 WARM_UP_REQUESTS = 3
 LONE_REQUESTS, LONE_PROMPT_TOKENS = 12, 8
-# Requests beside a decode are known by their length among the steps.
-BESIDE_DECODE_TOKENS, BESIDE_PROMPT_TOKENS = 64, 9
+# So many decode while others come, which are known by their length among the steps.
+BESIDE_PROMPT_TOKENS = {1: 9, 8: 10}
+BESIDE_DECODE_TOKENS = 64
 POLL_S = 0.5
 DECODE_TOKENS = 16
 # Ids below these are often special tokens of a tokenizer.
@@ -131,7 +132,7 @@ class Driver:
         self._client = open_blocking_client(url, api_key, REQUEST_TIMEOUT_S)
         self.server: dict[str, Any] = self._replica()["server"]
         self._lone_s: list[float] = []
-        self._beside_s: list[float] = []
+        self._beside_s: dict[int, list[float]] = {}
         self._start_s = 0.0
 
     def require_idle(self, *, within_s: float = 0.0) -> None:
@@ -151,7 +152,10 @@ class Driver:
         self._send(Wave(((0, 8, 2),) * WARM_UP_REQUESTS))
         before, self._start_s = self._replica()["num_steps"], time.monotonic()
         self._lone_s = [self._time_of(LONE_PROMPT_TOKENS) for _ in range(LONE_REQUESTS)]
-        self._beside_s = self._times_beside_a_decode()
+        most = max(1, self.server["max_running_requests"] - 1)
+        self._beside_s = {
+            count: self._times_beside(count) for count in BESIDE_PROMPT_TOKENS if count <= most
+        }
         for wave in grid(self.server, self._random):
             self._send(wave)
             elapsed_s = time.monotonic() - self._start_s
@@ -179,14 +183,16 @@ class Driver:
         lone_s = list(zip(self._lone_s, _prefill_times(notes, LONE_PROMPT_TOKENS), strict=False))
         if not gaps or not lone_s:
             return None
-        beside = _prefill_times(notes, BESIDE_PROMPT_TOKENS)
-        step_s = decode_period_s(notes, BESIDE_PROMPT_TOKENS)
-        beside_s = [
-            (client_s, device_s, step_s)
-            for client_s, device_s in zip(self._beside_s, beside, strict=False)
-        ]
-        # The first of them may have come before the decode, the last one after it.
-        return fit_host_time(gaps, lone_s, beside_s[1:-1])
+        beside = [one for count in self._beside_s for one in self._beside(notes, count)]
+        return fit_host_time(gaps, lone_s, beside)
+
+    def _beside(self, notes: Sequence[dict[str, Any]], num_decoding: int) -> list[Beside]:
+        """The requests that came meanwhile, with the steps that they became."""
+        length = BESIDE_PROMPT_TOKENS[num_decoding]
+        period_s = decode_period_s(notes, length)
+        times = zip(self._beside_s[num_decoding], _prefill_times(notes, length), strict=False)
+        # The first of them may have come before the decodes, the last one after them.
+        return [Beside(num_decoding, *time_s, period_s) for time_s in times][1:-1]
 
     def _time_of(self, prompt_tokens: int) -> float:
         """How long the client of one request with one token of answer waits."""
@@ -194,16 +200,18 @@ class Driver:
         self._generate(prompt, 1)
         return time.monotonic() - start_s
 
-    def _times_beside_a_decode(self) -> list[float]:
-        """The same for requests that come, one at a time, while another one decodes."""
+    def _times_beside(self, num_decoding: int) -> list[float]:
+        """The same for requests that come, one at a time, while so many others decode."""
         waits_s: list[float] = []
         most = self.server["max_context_tokens"] - LONE_PROMPT_TOKENS - 1
-        with ThreadPoolExecutor(1) as other:
-            prompt = self._tokens(LONE_PROMPT_TOKENS)
-            decoding = other.submit(self._generate, prompt, min(BESIDE_DECODE_TOKENS, most))
-            while not decoding.done():
-                waits_s.append(self._time_of(BESIDE_PROMPT_TOKENS))
-            decoding.result()
+        num_tokens = min(BESIDE_DECODE_TOKENS, most)
+        with ThreadPoolExecutor(num_decoding) as others:
+            prompts = [self._tokens(LONE_PROMPT_TOKENS) for _ in range(num_decoding)]
+            decoding = [others.submit(self._generate, prompt, num_tokens) for prompt in prompts]
+            while not any(one.done() for one in decoding):
+                waits_s.append(self._time_of(BESIDE_PROMPT_TOKENS[num_decoding]))
+            for one in decoding:
+                one.result()
         return waits_s
 
     def _send(self, wave: Wave) -> None:

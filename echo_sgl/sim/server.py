@@ -123,7 +123,8 @@ class SimServer:
         if not has_waited:
             if number + 1 < len(self._traces[task]):
                 self._expect(task, number + 1)
-            late_s = self.config.host.busy_intake_s - self.config.host.intake_s
+            host = self.config.host
+            late_s = host.around_s(self.scheduler.num_running) - host.intake_s
             if self._plan is not None and late_s > 0:
                 self._events.push(now_s + late_s, Priority.ARRIVAL, (task, number, True))
                 return

@@ -164,9 +164,10 @@ def test_the_period_of_a_decode_is_told_by_steps_that_follow_one_another() -> No
 
 
 def test_the_hosts_time_is_told_in_milliseconds() -> None:
-    line = host_line(HostTime(0.0012, 0.00005, 0.004, 0.009))
+    line = host_line(HostTime(0.0012, 0.00005, 0.004, 0.009, 0.0007))
     assert line.startswith("host: 1.20 ms between steps and 0.050 ms more for each request")
-    assert line.endswith("4.00 ms around a request, 9.00 ms while steps run")
+    assert "4.00 ms around a request, 9.00 ms while another one decodes" in line
+    assert line.endswith("0.70 ms more for each further one")
 
 
 def test_an_unknown_model_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

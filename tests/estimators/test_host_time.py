@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.estimators.host_time import fit_host_time
+from echo_sgl.estimators.host_time import Beside, fit_host_time
 
 
 @given(st.floats(0, 0.01), st.floats(0, 0.001), st.floats(0, 0.1))
@@ -29,14 +29,32 @@ def test_gaps_that_shrink_with_requests_are_taken_at_their_mean() -> None:
     assert (host.step_s, host.request_s) == (pytest.approx(0.003), 0.0)
 
 
+GAPS, LONE_S = [(1, 0.001), (4, 0.001)], [(0.016, 0.005)]
+
+
+def beside(num_decoding: int, *, host_s: float) -> list[Beside]:
+    """Requests that come at any moment of others' steps of 40 ms, which the host keeps so long."""
+    waits_s = [host_s + 0.001 + 0.005 + step_s for step_s in (0.0, 0.01, 0.02, 0.03, 0.04)]
+    return [Beside(num_decoding, wait_s, 0.005, 0.04) for wait_s in waits_s]
+
+
 def test_requests_beside_a_decode_wait_for_half_of_a_step_and_the_rest_is_the_host() -> None:
-    gaps, lone_s = [(1, 0.001), (4, 0.001)], [(0.016, 0.005)]
-    waits_s = [0.009 + 0.001 + 0.005 + step_s for step_s in (0.0, 0.01, 0.02, 0.03, 0.04)]
-    host = fit_host_time(gaps, lone_s, [(wait_s, 0.005, 0.04) for wait_s in waits_s])
+    host = fit_host_time(GAPS, LONE_S, beside(1, host_s=0.009))
     assert host.intake_s == pytest.approx(0.01)
     assert host.busy_intake_s == pytest.approx(0.01), "never less than on an idle server"
-    slower = fit_host_time(gaps, lone_s, [(wait_s + 0.02, 0.005, 0.04) for wait_s in waits_s])
+    slower = fit_host_time(GAPS, LONE_S, beside(1, host_s=0.029))
     assert slower.busy_intake_s == pytest.approx(0.029)
+    assert slower.around_s(0) == pytest.approx(0.01)
+    assert slower.around_s(8) == slower.around_s(1), "nothing is known of more than one"
+
+
+def test_each_further_decode_keeps_a_request_longer() -> None:
+    both = [*beside(1, host_s=0.02), *beside(8, host_s=0.055)]
+    host = fit_host_time(GAPS, LONE_S, both)
+    assert host.stream_s == pytest.approx(0.005)
+    assert [host.around_s(count) for count in (1, 8)] == pytest.approx([0.02, 0.055])
+    quick = fit_host_time(GAPS, LONE_S, [*beside(1, host_s=0.02), *beside(8, host_s=0.015)])
+    assert quick.stream_s == 0.0 and quick.busy_intake_s == pytest.approx(0.02)
 
 
 def test_nothing_measured_is_refused() -> None:

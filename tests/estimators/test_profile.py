@@ -169,11 +169,14 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_what_the_host_takes_is_kept_and_older_files_have_none(saved: Path) -> None:
     assert load(saved).host is None
-    host = HostTime(step_s=1 / 3000, request_s=1e-5, intake_s=0.004, busy_intake_s=0.01)
+    host = HostTime(
+        step_s=1 / 3000, request_s=1e-5, intake_s=0.004, busy_intake_s=0.01, stream_s=0.002
+    )
     save_profile(replace(profile_of(true_model("pooled", CAPTURED)), host=host), saved)
     assert load(saved).host == host
+    change(saved, "host.stream_s", ...)
     change(saved, "host.busy_intake_s", ...)
-    assert load(saved).host == replace(host, busy_intake_s=0.0)
+    assert load(saved).host == replace(host, busy_intake_s=0.0, stream_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,21 @@ def test_rows_are_kept_within_their_bound_and_bad_ones_have_a_cause() -> None:
     }
     assert again["TTFT p50 ms"].difference_at_speed == pytest.approx(0.0)
     assert cause_of(again["TTFT p50 ms"], slow) == "steps took 0.80 x what the profile says"
-    by_chance = again["TPOT p50 ms"]
-    assert by_chance.is_kept and by_chance.is_kept_at_speed is False
-    assert cause_of(by_chance, slow) == "at speed decisions or waits differ"
+    off_at_speed = again["TPOT p50 ms"]
+    assert off_at_speed.is_kept and off_at_speed.is_kept_at_speed is False
+    assert cause_of(off_at_speed, slow) == "decisions or waits differ"
+
+
+def test_a_real_figure_among_simulated_ones_that_differ_widely_is_chance() -> None:
+    real, gaps_s = answered(0.1, 0.010, 20), (0.004, 0.005, 0.02)
+    runs = [answered(0.1, gap_s, 20) for gap_s in gaps_s]
+    rows = rows_of_phase("echo", "online-alone", real, [real], None, runs)
+    row = next(one for one in rows if one.figure == "TPOT p50 ms")
+    assert row.is_kept and row.is_kept_at_speed is False
+    slow = {"device_over_profile": 0.8}
+    assert cause_of(row, slow) == "chance: simulations span 4 to 20"
+    lone = dataclasses.replace(row, span_at_speed=(4.0, 5.0))
+    assert cause_of(lone, slow) == "decisions or waits differ"
 
 
 def test_a_figure_that_one_side_lacks_is_neither_kept_nor_broken() -> None:
