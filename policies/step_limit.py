@@ -72,7 +72,11 @@ class StepLimit(ABC):
     """Seconds that a step may take; the common part bounds what an arriving request waits.
 
     `stall_s`: the longest that offline work may lengthen a step, whatever else allows.
+    `holds_for_each_step`: two prefills in a row would keep online decodes for twice as long as
+    they are to wait for a token.
     """
+
+    holds_for_each_step = False
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
@@ -188,8 +192,12 @@ class SlackLimit(StepLimit):
 class BudgetLimit(StepLimit):
     """A fixed time for every step with online work in it, moved by the measured attainment.
 
+    HyGen's steps prefill and decode. Where a step does one of the two, decodes go between prefills.
+
     Source: HyGen 4.1 and 4.2; moving it at run time is ours.
     """
+
+    holds_for_each_step = True
 
     def __init__(self, stall_s: float, controller: BudgetController, *, adapts: bool) -> None:
         super().__init__(stall_s)

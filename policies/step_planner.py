@@ -143,7 +143,10 @@ class StepPlanner:
             return last_was_prefill and not online_prefill_waits
         if online_prefill_waits:
             room_s = self.limit.chunk_limit_s(self.view)
-            return last_was_prefill and not self._smallest_chunk_fits(room_s, cached_tokens)
+            return last_was_prefill and (
+                self.limit.holds_for_each_step
+                or not self._smallest_chunk_fits(room_s, cached_tokens)
+            )
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
         return last_was_prefill or not self._smallest_chunk_fits(
             self.limit_s - self.view.alone_s, cached_tokens

@@ -40,7 +40,6 @@ class PrefillPass:
         self._promised_tokens = num_mixed
         self._planned_offline_tokens = 0
         self._offline_left = self._offline_most()
-        self._has_unfinished = False
         self._prefills: list[tuple[SimRequest, int, int]] = []
 
     def run(self) -> StepPlan | None:
@@ -134,7 +133,7 @@ class PrefillPass:
         scheduler = self._scheduler
         while scheduler.waiting:
             request = scheduler.waiting[0]
-            if self._has_unfinished or self._budget() <= 0:
+            if self._budget() <= 0:
                 return False
             if self._free_slots() <= 0 and not scheduler.retract_first():
                 scheduler.is_full = True
@@ -152,7 +151,9 @@ class PrefillPass:
             scheduler.waiting.popleft()
             tokens = request.seq_tokens
             self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
-        return not self._has_unfinished and self._budget() > 0
+            if scheduler.chunked is request:
+                return False
+        return scheduler.chunked is None and self._budget() > 0
 
     def _can_make_room(self, request: SimRequest) -> bool:
         scheduler = self._scheduler
@@ -166,7 +167,7 @@ class PrefillPass:
 
     def _add_offline_of(self, offered: list[SimRequest]) -> None:
         for request in offered:
-            if self._has_unfinished or self._budget() <= 0:
+            if self._scheduler.chunked is not None or self._budget() <= 0:
                 return
             if self._free_slots() <= 0:
                 self._scheduler.is_full = True
@@ -230,7 +231,8 @@ class PrefillPass:
         else:
             new = self._online_room(request, most)
         if new < need:
-            new = new // self._page * self._page
+            # One request at a time may be between chunks.
+            new = new // self._page * self._page if self._scheduler.chunked is None else 0
         if new <= 0:
             return Verdict.REFUSED
         self._join(request, new)
@@ -250,9 +252,11 @@ class PrefillPass:
         self._chunk_left -= new
         self._input_left -= new
         self._offline_left -= new if request.is_offline else 0
-        is_complete = request.computed_tokens == request.seq_tokens
-        self._scheduler.chunked = None if is_complete else request
-        self._has_unfinished = not is_complete
+        is_complete, scheduler = request.computed_tokens == request.seq_tokens, self._scheduler
+        if not is_complete:
+            scheduler.chunked = request
+        elif scheduler.chunked is request:
+            scheduler.chunked = None
         if is_complete:
             self._promised_tokens += request.planned_tokens
         else:

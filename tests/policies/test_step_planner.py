@@ -158,6 +158,15 @@ def test_online_prefill_and_online_decodes_take_turns_when_time_is_short():
     assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=False)
 
 
+def test_under_a_budget_online_decodes_go_between_two_online_prefills():
+    turns = {"online_prefill_waits": True, "last_was_prefill": True}
+    plan = begin(planner(limit="budget", budget_s=9.0), decodes=2, due_in_s=50.0, waiting=1)
+    assert plan.decodes_first(**turns)
+    assert not plan.decodes_first(**{**turns, "last_was_prefill": False})
+    ample = begin(planner(), decodes=2, due_in_s=50.0, first_due_in_s=60.0, waiting=1)
+    assert not ample.decodes_first(**turns), "slack is spent by the first and left for the second"
+
+
 def test_without_a_limit_online_decodes_go_before_a_second_offline_prefill():
     plan = begin(planner(limit="off"), decodes=2, due_in_s=0.0)
     assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)

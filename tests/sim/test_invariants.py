@@ -352,6 +352,25 @@ def later_s(host: HostTime, *at_s: float) -> list[float]:
     return [b - a for a, b in zip(sorted(idle.ttft_s), sorted(busy.ttft_s), strict=True)]
 
 
+def test_a_short_prompt_joins_a_chunk_of_a_long_one() -> None:
+    """A first request decodes, so a budget cuts the second; the third comes between its chunks."""
+    times, prompts = array("d", (0.0, 0.5, 0.6)), array("q", (100, 4000, 20))
+    online = Trace(Task.ONLINE, times, prompts, array("q", (200, 5, 5)))
+    first_s: dict[int, float | None] = {}
+
+    class Seen:
+        def came(self, request: SimRequest) -> None:
+            """Only ends are of interest."""
+
+        def ended(self, request: SimRequest, num_tokens: int, now_s: float) -> None:
+            first_s[request.number] = request.first_token_s
+
+    steps = {"limit": "budget", "budget_s": 0.03, "adapt_budget": False}
+    slo = {"ttft_s": 100.0, "tpot_s": 0.05}  # no first token is urgent
+    simulate(server({"steps": steps, "slo": slo}), online, observer=Seen())
+    assert 0.6 < first_s[2] < first_s[1]
+
+
 def test_steps_with_scatter_take_as_long_on_average_as_those_without() -> None:
     online = Trace(Task.ONLINE, array("d", (0.0,)), array("q", (100,)), array("q", (4000,)))
     [even] = simulate(server(kv_tokens=10_000), online).tpot_s
