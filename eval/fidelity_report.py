@@ -26,7 +26,9 @@ from eval.summary import (
 )
 
 Tree = dict[str, Any]
+Span = tuple[float, float]
 
+NUM_RESAMPLES = 1000
 BOUNDS = {"tokens/s": 0.05, "hit ratio": 0.05, "p50": 0.10, "p99": 0.20}
 _APART_LINES = [
     "- each phase begins as on a new server, without what the last one taught reserve and budget,",
@@ -46,7 +48,8 @@ class Row:
 
     `sim_at_speed`: simulated once more, with steps that take as much longer or shorter than the
     profile says as they really did: what is left is the simulator's own error. `span_at_speed`:
-    the least and the largest of these simulations.
+    the least and the largest of these simulations. `real_span`: where 95 % of the figure would
+    lie if other requests like these had come (bootstrap), for percentiles.
     """
 
     arm: str
@@ -57,7 +60,8 @@ class Row:
     sim: float | None
     bound: float
     sim_at_speed: float | None = None
-    span_at_speed: tuple[float, float] | None = None
+    span_at_speed: Span | None = None
+    real_span: Span | None = None
 
     @property
     def difference(self) -> float | None:
@@ -125,7 +129,22 @@ def rows_of_phase(
                 bound=bound_of(figure),
                 sim_at_speed=_median(sims_at_speed),
                 span_at_speed=span,
+                real_span=real_span(real, task, figure),
             )
+
+
+def real_span(records: Sequence[Record], task: Task, figure: str) -> Span | None:
+    """The 95 % bootstrap interval of a latency's percentile, in ms; None for other figures."""
+    metric, _, point = figure.removesuffix(" ms").partition(" p")
+    if not point:
+        return None
+    times = (getattr(one, f"{metric.lower()}_s") for one in records if one.task is task)
+    times_ms = np.array([time_s * 1000 for time_s in times if time_s is not None])
+    if not len(times_ms):
+        return None
+    drawn = np.random.default_rng(0).choice(times_ms, (NUM_RESAMPLES, len(times_ms)))
+    low, high = np.percentile(np.percentile(drawn, float(point), axis=1), (2.5, 97.5))
+    return float(low), float(high)
 
 
 def bound_of(figure: str) -> float:
@@ -218,10 +237,19 @@ def cause_of(row: Row, evidence: Tree | None) -> str:
         return "not known: no steps were kept"
     if row.is_kept_at_speed:
         return f"steps took {over:.2f} x what the profile says"
-    low, high = row.span_at_speed or (math.inf, -math.inf)
-    if row.real is not None and low <= row.real <= high:
-        return f"chance: simulations span {_number(low)} to {_number(high)}"
+    if _lies_in(row.real, row.span_at_speed):
+        return f"chance: simulations span {_spanned(row.span_at_speed)}"
+    if _lies_in(row.sim_at_speed, row.real_span):
+        return f"chance: of so many requests the real one spans {_spanned(row.real_span)}"
     return "decisions or waits differ"
+
+
+def _lies_in(value: float | None, span: Span | None) -> bool:
+    return value is not None and span is not None and span[0] <= value <= span[1]
+
+
+def _spanned(span: Span | None) -> str:
+    return " to ".join(map(_number, span or ()))
 
 
 def speed_changes(profile: Profile, notes: Sequence[Tree], start_s: float) -> list[SpeedChange]:
@@ -272,7 +300,8 @@ def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tr
         "  time between them as many times longer as they were; what differs then is the",
         "  simulator's part",
         "- a simulated figure is the median of several, which differ in how steps' times scatter;",
-        "  `chance`: the real one lies among them, further from their median than its bound allows",
+        "  `chance`: the real one lies among them, or their median in the 95 % interval that the",
+        "  real percentile has by bootstrap over its requests",
         "- tokens/s: of the job, where answers were streamed as they came to its client: a prompt",
         "  comes with its first token",
         f"- kept: {sum(kept)} of {len(kept)} figures; at speed {sum(at_speed)} of {len(at_speed)}",

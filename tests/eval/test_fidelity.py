@@ -22,6 +22,7 @@ from eval.fidelity_report import (
     Row,
     cause_of,
     markdown,
+    real_span,
     rows_of_phase,
     speed_changes,
     step_evidence,
@@ -171,6 +172,18 @@ def test_a_real_figure_among_simulated_ones_that_differ_widely_is_chance() -> No
     assert cause_of(row, slow) == "chance: simulations span 4 to 20"
     lone = dataclasses.replace(row, span_at_speed=(4.0, 5.0))
     assert cause_of(lone, slow) == "decisions or waits differ"
+    few = dataclasses.replace(lone, real_span=(4.5, 12.0))
+    assert cause_of(few, slow) == "chance: of so many requests the real one spans 4.5 to 12"
+
+
+def test_a_percentile_of_few_requests_spans_what_resampling_them_gives() -> None:
+    alike, one_off = answered(0.1, 0.010, 20), answered(0.1, 0.010, 19) + answered(0.9, 0.01, 1)
+    assert real_span(alike, Task.ONLINE, "TTFT p99 ms") == pytest.approx((100, 100))
+    low, high = real_span(one_off, Task.ONLINE, "TTFT p99 ms") or (0, 0)
+    assert (low, high) == pytest.approx((100, 900)), "a third of the draws leave the slow one out"
+    assert real_span(one_off, Task.ONLINE, "TTFT p50 ms") == pytest.approx((100, 100))
+    assert real_span(alike, Task.OFFLINE, "TTFT p99 ms") is None
+    assert real_span(alike, Task.ONLINE, "hit ratio") is None
 
 
 def test_a_figure_that_one_side_lacks_is_neither_kept_nor_broken() -> None:
