@@ -9,9 +9,9 @@ was sent in `echo_sgl.sim` under the same config and that profile, once as it is
 steps as fast or slow as they were. The job begins when the server has all of its lines, in their
 order: which lines are done first hangs on who came first, and hundreds that are sent at once come
 in an order that nobody sees. Writes
-eval/results/fidelity/ with config.json, configs/, raw/, summary.json and summary.md.
-`--replay-only` replays what lies in a folder: its own, or an ablation's, whose servers left no
-profile (`--profile`).
+eval/results/fidelity/ with config.json, configs/, raw/, summary.json and summary.md (with what lies
+there as causes.md). `--replay-only` replays what lies in a folder: its own, or an ablation's, whose
+servers left no profile (`--profile`).
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ from eval.workloads import WorkloadError
 
 NOTE_COLUMNS = (*BatchRow._fields, "start_s", "time_s")
 DEFAULT_ARMS = "echo,hygen,bs"
+CAUSES = "causes.md"  # what was found by hand; goes into the summary as it is
 # A figure is the median of so many, which differ in how the times of steps scatter.
 NUM_SIMULATIONS = 15
 # Of the server's own settings, what the simulator has, and what they are if nobody says.
@@ -282,7 +283,10 @@ class Fidelity(Ablation):
         ]
         name = self.summary_path.with_suffix(".json").name
         self.store.write_json(name, {"rows": trees, "steps": evidence})
-        self.summary_path.write_text(markdown(config, rows, evidence), encoding="utf-8")
+        path = folder / CAUSES
+        causes = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = markdown(config, rows, evidence, causes)
+        self.summary_path.write_text(text, encoding="utf-8")
 
 
 def evidence_of(profile: Profile, steps: Tree, first_s: Mapping[str, float]) -> dict[str, Tree]:

@@ -279,8 +279,10 @@ def row_of(note: Tree) -> BatchRow:
     return BatchRow(*(note[name] for name in BatchRow._fields))
 
 
-def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tree]]) -> str:
-    """summary.md. `evidence`: of each arm's phases."""
+def markdown(
+    config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tree]], causes: str = ""
+) -> str:
+    """summary.md. `evidence`: of each arm's phases; `causes`: text on what was found by hand."""
     kept = [row.is_kept for row in rows if row.is_kept is not None]
     at_speed = [row.is_kept_at_speed for row in rows if row.is_kept_at_speed is not None]
     lines = [
@@ -311,7 +313,7 @@ def markdown(config: Tree, rows: Sequence[Row], evidence: dict[str, dict[str, Tr
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [_row_line(row, evidence.get(row.arm, {}).get(row.phase)) for row in rows]
-    lines += ["", "## Did the profile hold?", ""]
+    lines += ["", *(("## Causes", "", causes) if causes else ()), "## Did the profile hold?", ""]
     lines += [
         "Real time of all steps over what the profile, measured minutes before, says of them.",
         "",

@@ -269,7 +269,8 @@ def test_the_summary_shows_bad_rows_with_their_cause() -> None:
     }  # fmt: skip
     bad = Row("echo", "together", Task.OFFLINE, "tokens/s", 1000.0, 1200.0, 0.05)
     page = markdown(config, [bad], {})
-    assert "kept: 0 of 1" in page
+    assert "kept: 0 of 1" in page and "## Causes" not in page
+    assert "\n## Causes\n\nIt rained.\n" in markdown(config, [bad], {}, "It rained.\n")
     assert "| echo | together | offline | tokens/s | 1,000 | 1,200 | +20.0% | 5% | no |" in page
 
 
