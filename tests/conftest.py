@@ -26,6 +26,7 @@ GROUPS = (
         "engine/test_server_kits",
         "engine/test_step_timing",
         "engine/test_tasks",
+        "engine/test_turns",
         "eval/test_load",
     ),
     ("engine/test_steps", "engine/test_faults"),

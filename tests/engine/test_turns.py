@@ -124,7 +124,8 @@ def test_while_one_is_taken_in_only_offline_requests_wait(echo_server: Server) -
             sent.append(asyncio.create_task(phase.open_loop([(0.0, request)], limit_s=300)))
             while len(phase.records) < len(sent) or phase.records[-1].sent_s is None:
                 await asyncio.sleep(0.01)
-            await asyncio.to_thread(LOCAL.get, f"{echo_server.url}/health", timeout=60)
+            for _ in range(5):  # what came before these has come as far as it can
+                await asyncio.to_thread(LOCAL.get, f"{echo_server.url}/v1/models", timeout=60)
 
         await asyncio.to_thread(post, echo_server, "/pause_generation", {"mode": "in_place"})
         try:
