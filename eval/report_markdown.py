@@ -40,12 +40,23 @@ def _block(lines: list[str], heading: int) -> str:
     if all(line.startswith("    ") for line in lines):
         code = "\n".join(line[4:] for line in lines)
         return f"<pre>{html.escape(code)}</pre>"
-    if all(line.startswith("- ") for line in lines):
-        items = "".join(f"<li>{_inline(line[2:])}</li>" for line in lines)
+    if first.startswith("- ") and all(line.startswith(("- ", "  ")) for line in lines):
+        items = "".join(f"<li>{_inline(item)}</li>" for item in _items(lines))
         return f"<ul>{items}</ul>"
     if first.startswith("|"):
         return _table(lines)
     return f"<p>{_inline(' '.join(lines))}</p>"
+
+
+def _items(lines: list[str]) -> list[str]:
+    """The points of a list; indented lines go on with the one before."""
+    items: list[str] = []
+    for line in lines:
+        if line.startswith("- "):
+            items.append(line[2:])
+        else:
+            items[-1] += f" {line.strip()}"
+    return items
 
 
 def _table(lines: list[str]) -> str:
