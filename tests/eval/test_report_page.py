@@ -268,7 +268,8 @@ def test_markdown_is_escaped_and_kept_apart() -> None:
     text = "# T <1>\n\n    a < b\n    c\n\n- `x*y*z` and *so*\n- two\n  or more\n\nend | of\nit"
     assert to_html(text) == (
         "<h3>T &lt;1&gt;</h3>\n<pre>a &lt; b\nc</pre>\n"
-        "<ul><li><code>x*y*z</code> and <em>so</em></li><li>two or more</li></ul>\n<p>end | of it</p>"
+        "<ul><li><code>x*y*z</code> and <em>so</em></li><li>two or more</li></ul>\n"
+        "<p>end | of it</p>"
     )
 
 
