@@ -44,6 +44,11 @@ NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 LOST = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException, NotReadyError)
 
 
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The headers that carry a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.AsyncClient:
     """A client that waits for answers without limit and notices a dead host within a minute."""
     limits = httpx.Limits(
@@ -51,10 +56,9 @@ def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.As
         max_keepalive_connections=max_connections,
         keepalive_expiry=IDLE_S,
     )
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.AsyncClient(
         base_url=url,
-        headers=headers,
+        headers=bearer(api_key),
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
         transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE),
     )
@@ -62,9 +66,8 @@ def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.As
 
 def open_blocking_client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
     """A client for calls one after the other, or of a few threads."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(keepalive_expiry=IDLE_S)
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, limits=limits)
+    return httpx.Client(base_url=url, headers=bearer(api_key), timeout=timeout_s, limits=limits)
 
 
 @dataclass(frozen=True, slots=True)

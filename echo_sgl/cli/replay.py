@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 
 from echo_sgl.batches.lines import LineError, parse_line
-from echo_sgl.cli.connection import open_client
+from echo_sgl.cli.connection import bearer, open_client
 from echo_sgl.cli.steps import StepsError, fetch_steps
 from echo_sgl.errors import EchoError
 from echo_sgl.estimators.budget import Measurement, Target
@@ -179,9 +179,8 @@ def set_budget(url: str, api_key: str | None, budget_s: float) -> None:
 
     Errors: `ReplayError` holds what the server answers.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     reply = httpx.post(
-        f"{url}/echo/budget", json={"budget_s": budget_s}, headers=headers, timeout=60
+        f"{url}/echo/budget", json={"budget_s": budget_s}, headers=bearer(api_key), timeout=60
     )
     if reply.status_code != httpx.codes.OK:
         raise ReplayError(

@@ -252,16 +252,15 @@ class PrefillPass:
         self._chunk_left -= new
         self._input_left -= new
         self._offline_left -= new if request.is_offline else 0
-        is_complete, scheduler = request.computed_tokens == request.seq_tokens, self._scheduler
-        if not is_complete:
+        scheduler = self._scheduler
+        if request.computed_tokens < request.seq_tokens:
             scheduler.chunked = request
-        elif scheduler.chunked is request:
-            scheduler.chunked = None
-        if is_complete:
-            self._promised_tokens += request.planned_tokens
-        else:
             # What is left of it comes with its next chunks.
             self._promised_tokens += request.seq_tokens - request.computed_tokens
+            return
+        if scheduler.chunked is request:
+            scheduler.chunked = None
+        self._promised_tokens += request.planned_tokens
 
     def _budget(self) -> int:
         return min(self._chunk_left, self._input_left)
