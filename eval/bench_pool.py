@@ -73,6 +73,7 @@ def _pool_step(pool: OfflinePool) -> Callable[[], None]:
         for req in offered[:ADMITTED_PER_STEP]:
             pool.take(req)
         for req in offered[:ADMITTED_PER_STEP]:
+            del req.echo_sequence  # who comes in its stead has a place of its own in line
             pool.add(req, entry_s=0.0, resumed=False)
 
     return step

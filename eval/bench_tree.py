@@ -1,8 +1,9 @@
 """The tree core's operations: Echo's against SGLang's Python and Rust cores, side by side.
 
 Ours runs with its dearest order (next-use) and 10,000 pending requests to look at; the stock
-cores have no such knowledge to keep. Each operation goes round the cores in turn, so all see
-the same machine; medians.
+cores have no such knowledge to keep. The operations go round the cores there and back, so all
+see the same machine and follow each other alike: an eviction that walks over all leaves leaves
+nothing of the next tree in the CPU's caches; medians.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ Timings = dict[str, dict[str, list[float]]]
 def run() -> list[dict[str, Any]]:
     """Rows for `make bench`: each operation at each tree size, against both stock cores."""
     _prepare_sglang()
-    rows = [_memory_row(num_leaves) for num_leaves in LEAVES]
+    rows = _memory_rows()
     for num_leaves in LEAVES:
         trees = [_Tree(name, num_leaves) for name in ("echo", "rust", "python")]
         pool = _attach_pool(trees[0])
         timings: Timings = defaultdict(lambda: defaultdict(list))
         for repeat in range(REPEATS):
-            for tree in trees:
+            for tree in trees if repeat % 2 else trees[::-1]:
                 if tree.name != "python" or num_leaves < max(LEAVES) or repeat < SLOW_REPEATS:
                     tree.measure(repeat, timings)
         rows += _rows(timings, num_leaves)
@@ -148,12 +149,13 @@ def _request(number: int, prompt: array[int]) -> Any:
 
 
 def _reorder_row(tree: _Tree, pool: Any, num_leaves: int) -> dict[str, Any]:
-    """Every pending request leaves and comes back, and each leaf it waited for moves."""
+    """Every pending request leaves and comes anew, and each leaf it waited for moves."""
     pending = list(pool)
 
     def reorder() -> None:
         for req in pending:
             pool.remove(req.rid)
+            del req.echo_sequence  # its place in line
             pool.add(req, entry_s=0.0, resumed=False)
         tree.core.settle_all()
 
@@ -162,16 +164,22 @@ def _reorder_row(tree: _Tree, pool: Any, num_leaves: int) -> dict[str, Any]:
     return _row(name, statistics.median(times_us), None, "us", len(times_us))
 
 
-def _memory_row(num_leaves: int) -> dict[str, Any]:
-    """Before any tree is built here: in memory that another freed, a tree would look small."""
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as fresh:
-        ours, rust = (fresh.apply(_bytes_per_leaf, (name, num_leaves)) for name in ("echo", "rust"))
-    return _row(f"memory per leaf, {num_leaves:,} leaves", ours, rust, "bytes", 1)
+def _memory_rows() -> list[dict[str, Any]]:
+    """Each core in a process of its own: in memory that others freed, a tree would look small."""
+    cores = ("echo", "rust")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
+        measured = zip(*(fresh.apply(_bytes_per_leaf, (name,)) for name in cores), strict=True)
+    return [
+        _row(f"memory per leaf, {num_leaves:,} leaves", ours, rust, "bytes", 1)
+        for num_leaves, (ours, rust) in zip(LEAVES, measured, strict=True)
+    ]
 
 
-def _bytes_per_leaf(name: str, num_leaves: int) -> float:
-    _Tree(name, num_leaves=1)  # what the first tree loads is not the tree's
-    return _Tree(name, num_leaves).bytes_per_leaf
+def _bytes_per_leaf(name: str) -> list[float]:
+    """Of a tree of each size, one beside the other."""
+    _prepare_sglang()
+    trees = [_Tree(name, num_leaves) for num_leaves in (1, *LEAVES)]
+    return [tree.bytes_per_leaf for tree in trees[1:]]  # the first one loads what all use
 
 
 def _rows(timings: Timings, num_leaves: int) -> list[dict[str, Any]]:

@@ -119,12 +119,13 @@ class EchoPrefillAdder(PrefillAdder):
     def _add_online(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        chunk_tokens = self.control.planner.online_chunk_tokens(
-            self.shape,
-            cached_tokens=int(req.prefix_len),
-            max_tokens=_new_tokens(req),
-            page_size=self.page_size,
-        )
+        with self.control.own_time:
+            chunk_tokens = self.control.planner.online_chunk_tokens(
+                self.shape,
+                cached_tokens=int(req.prefix_len),
+                max_tokens=_new_tokens(req),
+                page_size=self.page_size,
+            )
         if has_chunked_req and not self._fits_whole(req, chunk_tokens):
             # One request at a time may be between chunks; this one comes after it.
             return AddReqResult.OTHER
@@ -202,12 +203,13 @@ class EchoPrefillAdder(PrefillAdder):
         if self.offline_tokens_left is not None:
             most = min(most, self.offline_tokens_left)
         planner = self.control.planner
-        allowed = planner.offline_chunk_tokens(
-            self.shape,
-            cached_tokens=int(req.prefix_len),
-            max_tokens=most,
-            page_size=self.page_size,
-        )
+        with self.control.own_time:
+            allowed = planner.offline_chunk_tokens(
+                self.shape,
+                cached_tokens=int(req.prefix_len),
+                max_tokens=most,
+                page_size=self.page_size,
+            )
         whole_or_nothing = self.rem_chunk_tokens is None and allowed < need
         if not allowed or (whole_or_nothing and planner.view.is_present):
             self.control.refuse_for_time(

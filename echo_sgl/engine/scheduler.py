@@ -212,12 +212,13 @@ class EchoScheduler(PoolIntake):
             return True
         if self.is_mixed_chunk:
             return False
-        return control.defers_prefill(
-            online_prefill_waits=self._online_prefill_waits(),
-            last_was_prefill=self.last_batch is not None
-            and self.last_batch.forward_mode.is_extend(),
-            chunked=self.chunked_req,
-        )
+        with control.own_time:
+            return control.defers_prefill(
+                online_prefill_waits=self._online_prefill_waits(),
+                last_was_prefill=self.last_batch is not None
+                and self.last_batch.forward_mode.is_extend(),
+                chunked=self.chunked_req,
+            )
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         if not self.is_mixed_chunk:

@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.engine.admission import EchoPrefillAdder
+from echo_sgl.engine.own_time import OwnTime
 
 
 def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPrefillAdder:
@@ -17,7 +18,8 @@ def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPre
     planner = SimpleNamespace(
         online_chunk_tokens=lambda shape, max_tokens, **_: min(max_tokens, limit_tokens)
     )
-    one.control, one.shape = SimpleNamespace(planner=planner), BatchShape()
+    one.control = SimpleNamespace(planner=planner, own_time=OwnTime())
+    one.shape = BatchShape()
     one.rem_chunk_tokens, one.page_size = left, page_size
     one._add_chunk = lambda *args: AddReqResult.CONTINUE
     return one

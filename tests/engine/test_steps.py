@@ -34,6 +34,8 @@ from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 pytestmark = pytest.mark.server
 
+MIXED_IN_TURN = ("--enable-mixed-chunk", "--disable-overlap-schedule")
+
 
 def test_parked_requests_answer_as_if_they_had_never_sat_out(tight_server, stock_texts):
     learn(tight_server)
@@ -138,9 +140,16 @@ def test_long_online_prompts_are_cut_one_after_the_other(tight_server, stock_tex
     assert texts(answers) == stock_texts([*long, *short])
 
 
-@pytest.mark.parametrize("variant", [(), ("--enable-mixed-chunk", "--disable-overlap-schedule")])
-def test_ranks_decide_alike_through_a_thousand_steps(
-    server_for, write_config, stock_texts, tmp_path, variant
+@pytest.mark.parametrize(
+    ("variant", "num_steps"),
+    [
+        ((), 1000),
+        (MIXED_IN_TURN, 300),
+        pytest.param(MIXED_IN_TURN, 1000, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_decide_alike_step_by_step(
+    server_for, write_config, stock_texts, tmp_path, variant, num_steps
 ):
     """Clock, measured times and all that follows from them are rank 0's on both ranks."""
     args = (*COMMON_ARGS, *NAMED, "--tp-size", "2", *variant)
@@ -152,7 +161,7 @@ def test_ranks_decide_alike_through_a_thousand_steps(
         return (tmp_path / f"decisions.rank{rank}").read_text().splitlines()
 
     with server_for.once(args, config=config, env=env) as server:
-        while len(decisions(0)) < 1000:
+        while len(decisions(0)) < num_steps:
             answers = asyncio.run(offline_then_online(server))
             assert texts(answers) == stock_texts([*offline_bodies(), *online_bodies()])
         wait_until(lambda: is_idle(server), "the server is idle")
