@@ -25,7 +25,7 @@ from echo_sgl.engine.running import Running, may_sit_out, offline_of
 from echo_sgl.engine.step_log import StepLog, StepNote
 from echo_sgl.engine.step_timing import StepTimer, row_of_batch
 from echo_sgl.engine.terms import RequestTerms, terms_of
-from echo_sgl.estimators.live import LiveBatchTime
+from echo_sgl.estimators.live import LEARN_EVERY_S, LiveBatchTime
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
 from echo_sgl.policies.preemption import Holder, preemption_order
@@ -35,9 +35,6 @@ from echo_sgl.types import Task
 
 BASE_DECODES = 8
 WAIT_WINDOW_S = 60.0
-# A model's step leaves nothing of the estimator in the CPU's caches, and to fetch it takes longer
-# than to learn from a step: short ones are learned from together.
-LEARN_EVERY_S = 0.1
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ from echo_sgl.batch_shape import BatchRow
 from echo_sgl.config import parse_config
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.estimation import create_live_batch_time
-from echo_sgl.engine.step_control import LEARN_EVERY_S, StepControl
+from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.step_timing import StepTimer
+from echo_sgl.estimators.live import LEARN_EVERY_S
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offline_order import FcfsOrder
 
@@ -37,13 +38,14 @@ def control_and_lessons() -> tuple[StepControl, list[tuple[float, float]]]:
 def test_short_steps_are_learned_from_together():
     control, lessons = control_and_lessons()
     for number in range(8):
-        control.observe([(DECODE, number + 1.0)], number * 0.02)
-    assert lessons == [(1, 0.0), (2, 0.1), (3, 0.1), (4, 0.1), (5, 0.1), (6, 0.1)]
+        control.observe([(DECODE, number + 1.0)], number * 0.2 * LEARN_EVERY_S)
+    together_s = LEARN_EVERY_S
+    assert lessons == [(1, 0.0), *((number, together_s) for number in range(2, 7))]
     control.observe([], 1.0)
     assert lessons[-1] == (8, 1.0), "an idle scheduler learns from the last ones, too"
 
 
-@given(st.lists(st.tuples(st.floats(0, 0.2), st.integers(0, 3)), max_size=60))
+@given(st.lists(st.tuples(st.floats(0, 2 * LEARN_EVERY_S), st.integers(0, 3)), max_size=60))
 def test_every_step_is_learned_from_once_in_order_and_in_time(visits):
     control, lessons = control_and_lessons()
     now_s, came_s = 0.0, []
