@@ -69,7 +69,7 @@ def run_figures(
         "harvest_of_ceiling": ratio(harvest, ceiling["tokens_per_s"]),
         "job_ran_dry": window_s[1] < run.online_window_s[1],
         **{name: first_counter(run.counters, name) for name in COUNTED},
-        "longest_wait_s": run.longest_wait_s,
+        **run.waits,
         "steps": step_shares(run.steps),
         "deadlines": deadline_figures(run.mixed, deadlines, end_s=_last_s(run.mixed)),
     }

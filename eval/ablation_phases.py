@@ -18,7 +18,11 @@ from eval.records import Record
 from eval.server import LOCAL, Server
 from eval.step_shares import Row, step_rows
 
-WAIT = "echo_sgl_online_wait_seconds"
+# What an Echo server tells of its online requests' waits in the last minute.
+WAITS = {
+    "longest_wait_s": "echo_sgl_online_wait_seconds",
+    "most_offline_steps_waited": "echo_sgl_online_wait_steps",
+}
 PHASES = ("online-alone", "offline-alone", "together")
 
 Span = tuple[float, float]
@@ -36,7 +40,7 @@ class ArmRun:
     mixed: list[Record]
     online_window_s: tuple[float, float]
     counters: Counters = field(default_factory=dict)
-    longest_wait_s: float | None = None
+    waits: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(WAITS))
     steps: list[Row] = field(default_factory=list)
     spans_s: dict[str, Span] = field(default_factory=dict)
 
@@ -74,9 +78,8 @@ def run_arm(
     after = _metrics(server)
     old, new = parse_counters(before), parse_counters(after)
     grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
-    wait_s = longest_wait_s(before, after)
     spans_s = dict(zip(PHASES, itertools.pairwise([*began_s, ended_s]), strict=True))
-    return ArmRun(online, ceiling, mixed, window_s, grown, wait_s, steps, spans_s)
+    return ArmRun(online, ceiling, mixed, window_s, grown, online_waits(after), steps, spans_s)
 
 
 def begin_phase(server: Server, options: AblationOptions) -> None:
@@ -86,32 +89,14 @@ def begin_phase(server: Server, options: AblationOptions) -> None:
         LOCAL.post(f"{server.url}/echo/forget-traffic", timeout=30).raise_for_status()
 
 
-def longest_wait_s(before: str, after: str) -> float | None:
-    """The longest wait between two `/metrics` texts; None where the server does not tell.
-
-    Of a histogram it is the upper bound of the last bucket that grew; a gauge tells itself.
-    """
-    gauge, new = _waits(after)
-    if not new:
-        return gauge
-    old = _waits(before)[1]
-    counts = {bound_s: count - old.get(bound_s, 0.0) for bound_s, count in sorted(new.items())}
-    total = max(counts.values())
-    return next(bound_s for bound_s, count in counts.items() if count == total) if total else 0.0
-
-
-def _waits(text: str) -> tuple[float | None, dict[float, float]]:
-    """The largest value of a gauge, and the cumulative counts of a histogram by bound (s)."""
-    largest: float | None = None
-    buckets: dict[float, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == f"{WAIT}_bucket":
-                bound_s = float(sample.labels["le"])
-                buckets[bound_s] = buckets.get(bound_s, 0.0) + sample.value
-            elif sample.name in (WAIT, f"{WAIT}_max"):
-                largest = max(largest or 0.0, sample.value)
-    return largest, buckets
+def online_waits(page: str) -> dict[str, float | None]:
+    """By the keys of `WAITS`, from a `/metrics` page; None where the server does not tell."""
+    told = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    return {key: told.get(name) for key, name in WAITS.items()}
 
 
 def _metrics(server: Server) -> str:

@@ -153,12 +153,14 @@ def _lost(arms: Arms) -> list[str]:
             *(spread(tree[key], WHOLE) for key in ("recomputed_tokens", "parks", "retractions")),
             spread(tree["online_together"]["ttft_ms"]["max"], WHOLE),
             spread(_in_ms(tree["longest_wait_s"]), WHOLE),
+            spread(tree["most_offline_steps_waited"], WHOLE),
             *(spread(tree["deadlines"][key], WHOLE) for key in ("judged", "missed")),
         ]
         for name, tree in arms.items()
     ]
     head = ["arm", "recomputed tokens", "parks", "retractions", "longest TTFT ms"]
-    tail = ["longest wait for offline work ms", "windows closed", "missed"]
+    waits = ["longest wait for its prefill ms", "steps with offline work waited for, at most"]
+    tail = [*waits, "windows closed", "missed"]
     return table([*head, *tail], rows)
 
 
@@ -185,7 +187,8 @@ def _legend() -> list[str]:
         "",
         "Parks, retractions and recomputed tokens are the server's own counts while both ran; `-` "
         "where it has none. A window counts as closed when its line was answered or its time was "
-        "over within the phase.",
+        "over within the phase. The waits are the longest of the last minute, behind other online "
+        "requests too; of the steps before a request's prefill those with offline work count.",
     ]
 
 

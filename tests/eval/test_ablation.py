@@ -23,7 +23,7 @@ from eval.ablation_figures import (
 )
 from eval.ablation_load import build_mix, calibration_requests, calibration_window, in_flight
 from eval.ablation_options import AblationOptions, parse_options
-from eval.ablation_phases import ArmRun, longest_wait_s
+from eval.ablation_phases import ArmRun, online_waits
 from eval.ablation_report import summary_markdown
 from eval.ablation_store import Store
 from eval.arms import ARMS
@@ -188,23 +188,19 @@ def test_results_are_never_replaced_nor_mixed_with_those_of_other_options(tmp_pa
         Store(tmp_path / "x", changed)
 
 
-WAITS = """# HELP echo_sgl_online_wait_seconds Waits.
-# TYPE echo_sgl_online_wait_seconds histogram
-echo_sgl_online_wait_seconds_bucket{{le="0.01"}} {a}
-echo_sgl_online_wait_seconds_bucket{{le="0.1"}} {b}
-echo_sgl_online_wait_seconds_bucket{{le="+Inf"}} {c}
-echo_sgl_online_wait_seconds_sum 1
-echo_sgl_online_wait_seconds_count {c}
-"""
+def test_waits_are_read_from_the_page_of_a_server_that_tells_them() -> None:
+    page = (
+        "# TYPE echo_sgl_online_wait_seconds gauge\n"
+        'echo_sgl_online_wait_seconds{task="online"} 0.25\n'
+        "# TYPE echo_sgl_online_wait_steps gauge\n"
+        'echo_sgl_online_wait_steps{task="online"} 1\n'
+    )
+    assert online_waits(page) == {"longest_wait_s": 0.25, "most_offline_steps_waited": 1.0}
+    told = online_waits("# TYPE other gauge\nother 3\n")
+    assert told == {"longest_wait_s": None, "most_offline_steps_waited": None}
 
 
-def test_the_longest_wait_is_that_of_the_phase_whatever_kind_of_metric_tells() -> None:
-    before, after = WAITS.format(a=1, b=1, c=2), WAITS.format(a=5, b=6, c=7)
-    assert longest_wait_s(before, after) == 0.1
-    assert longest_wait_s(before, before) == 0.0
-    gauge = "# TYPE echo_sgl_online_wait_seconds gauge\necho_sgl_online_wait_seconds 0.25\n"
-    assert longest_wait_s("", gauge) == 0.25
-    assert longest_wait_s("", "# TYPE other gauge\nother 3\n") is None
+WAITED = {"longest_wait_s": 0.02, "most_offline_steps_waited": 1.0}
 
 
 def run_of(
@@ -216,7 +212,7 @@ def run_of(
     mixed = [online(number, **(late if number < slow else {})) for number in range(10)]
     lines = [offline(number, tokens=tokens) for number in range(100)]
     counters = {} if parks is None else {"echo_sgl_parks_total{task=offline}": parks}
-    run = ArmRun(alone, lines, [*mixed, *lines], (20.0, 60.0), counters, 0.02)
+    run = ArmRun(alone, lines, [*mixed, *lines], (20.0, 60.0), counters, WAITED)
     stock = [online(n, first_token_s=n + 0.05, last_token_s=n + 0.2) for n in range(10)]
     reference = reference_figures(stock, SLO)
     return run_figures(run, SLO, ceiling=ceiling_figures(lines), reference=reference, deadlines={})
@@ -278,4 +274,4 @@ def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> Non
     assert ["stock-priority", "0 of 1", "does not reach it", "-", "-"] in rows
     assert ["echo", "2 of 2", "always", "300", "100.0%"] in rows
     assert ["echo", "2", "100.0%", "100.0%", "2.00x", "1.33x", "100.0%", "300", "3.00x"] in rows
-    assert ["echo", "-", "5 [4-6]", "-", "100", "20", "0", "0"] in rows
+    assert ["echo", "-", "5 [4-6]", "-", "100", "20", "1", "0", "0"] in rows
