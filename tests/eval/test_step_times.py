@@ -11,10 +11,11 @@ import pytest
 
 from echo_sgl.batch_shape import BatchRow, decode_row, rows_of
 from echo_sgl.cli.calibration import fit_all
-from echo_sgl.estimators.held_out import held_out_errors
+from echo_sgl.estimators.batch_time_model import BatchTimeModel
+from echo_sgl.estimators.held_out import Samples, held_out_errors
 from eval.corun import RESULTS_DIR
 from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
-from eval.step_times import scatter
+from eval.step_times import QUANTILE, live_errors, scatter
 
 
 def test_steps_read_back_as_they_were_written(tmp_path: Path) -> None:
@@ -35,15 +36,26 @@ def test_steps_with_other_columns_are_refused(tmp_path: Path) -> None:
         read_steps(tmp_path, "some")
 
 
+def gpu_model_and_steps() -> tuple[BatchTimeModel, Samples]:
+    """The model that the committed steps of calibration give, and those of live traffic."""
+    steps, about = read_steps(RESULTS_DIR / "step-times-gpu", "llama-3-8b")
+    calibration = fit_all(steps[CALIBRATION], about["server"], seed=0)
+    return calibration.models["pooled"], steps[LIVE]
+
+
 def test_committed_gpu_steps_give_the_committed_errors() -> None:
-    folder = RESULTS_DIR / "step-times-gpu"
-    rows = orjson.loads((folder / "summary.json").read_bytes())["rows"]
-    steps, about = read_steps(folder, "llama-3-8b")
-    model = fit_all(steps[CALIBRATION], about["server"], seed=0).models["pooled"]
-    for kind, error in held_out_errors(model, steps[LIVE]).items():
+    rows = orjson.loads((RESULTS_DIR / "step-times-gpu" / "summary.json").read_bytes())["rows"]
+    for kind, error in held_out_errors(*gpu_model_and_steps()).items():
         [row] = [one for one in rows if (one["model"], one["kind"]) == ("pooled", kind)]
         assert error.mape == pytest.approx(row["mape"], rel=1e-3)
         assert error.num_steps == row["num_steps"]
+
+
+def test_the_bound_that_a_scheduler_plans_by_covers_what_it_says() -> None:
+    """On a GPU's steps of 5 ms: learned from every tenth of a second, it is three points off."""
+    for mape, coverage in live_errors(*gpu_model_and_steps()).values():
+        assert mape < 0.1
+        assert coverage == pytest.approx(QUANTILE, abs=0.02)
 
 
 def decodes(num_steps: int) -> list[BatchRow]:
