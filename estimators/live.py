@@ -24,7 +24,7 @@ from echo_sgl.estimators.refit import RefitBuffer, refitted
 # than to learn from a step: a scheduler learns from short ones together. Not from many, or the
 # bound that it plans by is older than what it was to cover: after a tenth of a second, 91.7 % of a
 # GPU's decodes stay below a bound for 95 %.
-LEARN_EVERY_S = 0.01
+LEARN_EVERY_S = 0.02
 
 
 class LiveBatchTime:
