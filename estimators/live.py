@@ -20,12 +20,6 @@ from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.conformal import ConformalBand, Evidence
 from echo_sgl.estimators.refit import RefitBuffer, refitted
 
-# A model's step leaves nothing of the estimator in the CPU's caches, and to fetch it takes longer
-# than to learn from a step: a scheduler learns from short ones together. Not from many, or the
-# bound that it plans by is older than what it was to cover: after a tenth of a second, 91.7 % of a
-# GPU's decodes stay below a bound for 95 %.
-LEARN_EVERY_S = 0.02
-
 
 class LiveBatchTime:
     """A batch-time model that its own server's steps keep true.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import math
 import random
 import shlex
 import sys
@@ -35,7 +34,8 @@ from echo_sgl.cli.steps import fetch_steps
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
 from echo_sgl.estimators.host_time import HostTime
-from echo_sgl.estimators.live import LEARN_EVERY_S, LiveBatchTime
+from echo_sgl.estimators.lessons import Lessons
+from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.estimators.profile import save_profile
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 from eval.corun import RESULTS_DIR
@@ -90,25 +90,17 @@ def live_steps(server: Server, vocab: int, options: argparse.Namespace) -> Sampl
 
 
 def live_errors(model: BatchTimeModel, samples: Samples) -> dict[str, tuple[float, float]]:
-    """MAPE and coverage of what the scheduler asks, by kind: it learns from the steps before.
-
-    As the scheduler does, from short ones together.
-    """
+    """MAPE and coverage of what the scheduler asks, by kind: it learns from the steps before."""
     live = LiveBatchTime(model, quantile=QUANTILE)
     errors: dict[str, list[tuple[float, bool]]] = {}
-    now_s, learned_s = 0.0, -math.inf
-    unlearned: list[tuple[BatchRow, float]] = []
+    lessons, now_s = Lessons(live), 0.0
     for number, (values, time_s) in enumerate(zip(*samples, strict=True)):
         row = BatchRow(*map(int, values))
         if number >= LIVE_WARM_UP_STEPS:
             error = abs(live.predict_s(row) / time_s - 1.0)
             errors.setdefault(row.kind, []).append((error, bool(time_s <= live.upper_s(row))))
         now_s += time_s
-        unlearned.append((row, float(time_s)))
-        if now_s - learned_s >= LEARN_EVERY_S:
-            for lesson in unlearned:
-                live.observe(*lesson, now_s)
-            unlearned, learned_s = [], now_s
+        lessons.take([(row, float(time_s))], now_s)
     means = {kind: np.mean(np.array(steps, dtype=float), axis=0) for kind, steps in errors.items()}
     return {kind: (float(mape), float(covered)) for kind, (mape, covered) in means.items()}
 

@@ -25,7 +25,8 @@ from echo_sgl.engine.running import Running, may_sit_out, offline_of
 from echo_sgl.engine.step_log import StepLog, StepNote
 from echo_sgl.engine.step_timing import StepTimer, row_of_batch
 from echo_sgl.engine.terms import RequestTerms, terms_of
-from echo_sgl.estimators.live import LEARN_EVERY_S, LiveBatchTime
+from echo_sgl.estimators.lessons import Lessons
+from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
 from echo_sgl.policies.preemption import Holder, preemption_order
@@ -87,8 +88,7 @@ class StepControl:
         self.online_wait_steps = RollingMax(WAIT_WINDOW_S)
         self.own_time = OwnTime()
         self._now_s = 0.0
-        self._unlearned: list[tuple[BatchRow, float]] = []
-        self._learned_s = -math.inf
+        self._lessons = Lessons(estimator)
         self._running = Running((), 0.0)
         self._last_begin_s: float | None = None
         self._last_online_s: float | None = None
@@ -97,15 +97,7 @@ class StepControl:
 
     def observe(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
         """Take in steps that have ended since, and learn from them in time; alike on every rank."""
-        self._unlearned.extend(measured)
-        if now_s - self._learned_s < LEARN_EVERY_S:
-            return
-        for row, time_s in self._unlearned:
-            if time_s > 0:
-                self.estimator.observe(row, time_s, now_s)
-        self._unlearned.clear()
-        self.estimator.advance(now_s)
-        self._learned_s = now_s
+        self._lessons.take(measured, now_s)
 
     def begin(
         self, now_s: float, running: ScheduleBatch, waiting: Sequence[Req], chunked: Req | None
