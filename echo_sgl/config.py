@@ -121,9 +121,11 @@ class StepsConfig:
     than `max_stall_s`, or than `stall_share` of the TTFT that is promised if that is less. With
     "slack", no offline request decodes while an online one waits whose first token would come
     later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
-    And where a step prefills or decodes, it takes `slack_pace` of the TPOT and `slack_share` of
-    the slack beyond that, so that online decodes are ahead when an online prefill stops them; a
-    first token that would be late may make them fall `lag_tokens` TPOTs behind.
+    And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
+    online decodes are ahead when an online prefill stops them; a first token that would be late
+    may make them fall `lag_tokens` TPOTs behind. `online_chunks` "whole" prefills online prompts
+    in SGLang's chunks, with decodes between them where they are due; "slack" cuts them to what
+    online decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and
@@ -143,6 +145,7 @@ class StepsConfig:
     slack_pace: float = _number(0.5, 0.0, 1.0)
     slack_share: float = _number(0.1, 0.0, 1.0)
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
+    online_chunks: str = _choice("whole", "whole", "slack")
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
     park: bool = _switch(True)
     batch_size: str = _choice("fixed", "fixed", "adaptive")

@@ -72,10 +72,12 @@ class StepLimit(ABC):
     """Seconds that a step may take; the common part bounds what an arriving request waits.
 
     `stall_s`: the longest that offline work may lengthen a step, whatever else allows.
+    `cuts_online_chunks`: online prefills are cut to what online decodes leave them.
     `holds_for_each_step`: two prefills in a row would keep online decodes for twice as long as
     they are to wait for a token.
     """
 
+    cuts_online_chunks = False
     holds_for_each_step = False
 
     def __init__(self, stall_s: float) -> None:
@@ -90,7 +92,7 @@ class StepLimit(ABC):
         return self.limit_s(view)
 
     def chunk_limit_s(self, view: OnlineView) -> float:
-        """What an online prefill may take before online decodes must go on."""
+        """What an online prefill may take before online decodes must go on; may be negative."""
         return math.inf
 
     def note_step(self, online_s: float | None, elapsed_s: float) -> None:
@@ -125,12 +127,12 @@ class NoLimit(StepLimit):
 class SlackUse:
     """How much of the online decodes' slack is used at once; the defaults use all of it (Echo).
 
-    Where a step prefills or decodes, an online prefill stops online decodes. Decodes that were
-    filled up to their due times leave it no time, and its chunks get as short as one TPOT
-    allows. So a step with offline work takes `pace_s` of the slack and `share` of what is
-    beyond that: online decodes get ahead of their due times, by as much as makes steps of one
-    TPOT in the end. And for a first token that would be late, decodes may fall `lag_s` behind;
-    offline work then waits until they are in time again.
+    An online prefill stops online decodes or, where a step does both, makes it longer. Decodes
+    that were filled up to their due times leave it no time. So a step with offline work takes
+    `pace_s` of the slack and `share` of what is beyond that: online decodes get ahead of their
+    due times, by as much as makes steps of one TPOT in the end. And for a first token that
+    would be late, decodes may fall `lag_s` behind; offline work then waits until they are in
+    time again.
 
     Source: ours; the numbers were found in simulation. Units: seconds.
     """
@@ -150,9 +152,11 @@ class SlackLimit(StepLimit):
     """Until the earliest due time of any online request at hand.
 
     Decodes filled up to their due times leave a request that waits no time for its prefill:
-    its chunks must fit before the next token is due. So while its first token would come later
-    than `margin_s` before it is due, decode steps hold no offline work. Time for its prefill is
+    online decodes go on when they are due. So while its first token would come later than
+    `margin_s` before it is due, decode steps hold no offline work. Time for its prefill is
     what online decodes leave of `tpot_s`. `use`: how much of the slack of decodes a step uses.
+    `cuts_online_chunks`: to that slack. It sounds kinder to decodes and is not: several short
+    chunks take longer than one, and whose prompts would have shared it wait.
 
     Source: Echo 5.1; yielding to first tokens is ours, `margin_s` 0 is without. Units: seconds.
     """
@@ -164,8 +168,10 @@ class SlackLimit(StepLimit):
         margin_s: float = 0.0,
         tpot_s: float = math.inf,
         use: SlackUse | None = None,
+        cuts_online_chunks: bool = False,
     ) -> None:
         super().__init__(stall_s)
+        self.cuts_online_chunks = cuts_online_chunks
         self._margin_s, self._tpot_s = margin_s, tpot_s
         self._use = use or SlackUse()
 
@@ -197,6 +203,7 @@ class BudgetLimit(StepLimit):
     Source: HyGen 4.1 and 4.2; moving it at run time is ours.
     """
 
+    cuts_online_chunks = True
     holds_for_each_step = True
 
     def __init__(self, stall_s: float, controller: BudgetController, *, adapts: bool) -> None:
@@ -260,13 +267,8 @@ class RelativeLimit(StepLimit):
         return self._max_inflation * view.alone_s + self._credit_s
 
 
-def create_step_limit(
-    steps: StepsConfig, slo: SloConfig, *, mixes_prefill: bool = False
-) -> StepLimit:
+def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
     """Build the limit that the config names; "auto" is resolved when the config is read.
-
-    `mixes_prefill`: a step may prefill and decode; then a prefill stops no decodes, and all of
-    their slack may be used.
 
     Errors: `ValueError` names the unknown limit and the known ones.
     """
@@ -280,7 +282,8 @@ def create_step_limit(
             stall_s,
             margin_s=steps.ttft_margin * slo.ttft_s,
             tpot_s=tpot_s,
-            use=None if mixes_prefill else use,
+            use=use,
+            cuts_online_chunks=steps.online_chunks == "slack",
         )
     if steps.limit == "relative":
         return RelativeLimit(stall_s, steps.max_inflation)

@@ -87,7 +87,6 @@ class EchoScheduler(PoolIntake):
             self.step_timer,
             max_decodes=self.max_running_requests,
             watch=self.deadline_watch,
-            mixes_prefill=self.is_mixed_chunk,
             rank=get_parallel().tp_rank,
         )
         leads = _leads_its_replica()

@@ -62,7 +62,6 @@ class StepControl:
         *,
         max_decodes: int,
         watch: DeadlineWatch,
-        mixes_prefill: bool = False,
         rank: int = 0,
     ) -> None:
         steps = config.steps
@@ -74,7 +73,7 @@ class StepControl:
         self.can_park = steps.park
         self.planner = StepPlanner(
             steps,
-            create_step_limit(steps, config.slo, mixes_prefill=mixes_prefill),
+            create_step_limit(steps, config.slo),
             estimator,
             selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
             batch_size=create_batch_size(

@@ -89,7 +89,7 @@ class SimScheduler:
         self.estimator = live_estimator(config)
         self.planner = StepPlanner(
             echo.steps,
-            create_step_limit(echo.steps, echo.slo, mixes_prefill=config.enable_mixed_chunk),
+            create_step_limit(echo.steps, echo.slo),
             self.estimator,
             selection=create_decode_selection(echo.steps.decode_selection, seed=echo.offline.seed),
             batch_size=create_batch_size(

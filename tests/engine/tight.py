@@ -23,7 +23,7 @@ from tests.engine.traffic import (
 TIGHT = {
     "slo": {"ttft_s": 0.001, "tpot_s": 0.000001},
     "offline": {"order": "fcfs"},
-    "steps": {"min_chunk_tokens": 160},
+    "steps": {"min_chunk_tokens": 160, "online_chunks": "slack"},
 }
 
 

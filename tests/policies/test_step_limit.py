@@ -202,10 +202,10 @@ def test_without_a_margin_offline_work_uses_all_of_the_slack() -> None:
     assert limit.decode_limit_s(late) == pytest.approx(0.3) == limit.limit_s(late)
 
 
-def echo_limit(*, mixes_prefill: bool = False) -> SlackLimit:
+def echo_limit() -> SlackLimit:
     """TTFT 2 s, TPOT 100 ms; no stall bounds anything."""
     steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0)
-    return create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1), mixes_prefill=mixes_prefill)
+    return create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,6 @@ def test_online_decodes_get_ahead_until_a_step_takes_one_tpot(slack_s, limit_s):
     assert echo_limit().limit_s(view(decode_due_s=100 + slack_s)) == pytest.approx(limit_s)
 
 
-def test_where_prefills_stop_no_decodes_all_of_the_slack_is_used():
-    assert echo_limit(mixes_prefill=True).limit_s(view(decode_due_s=100.37)) == pytest.approx(0.37)
-
-
 def test_for_a_first_token_that_would_be_late_decodes_may_fall_behind():
     """Half of the margin, 1 s, is where lateness begins."""
     limit = echo_limit()
@@ -227,8 +223,6 @@ def test_for_a_first_token_that_would_be_late_decodes_may_fall_behind():
     for first_due_s, room_s in ((math.inf, 0.05), (in_time, 0.05), (late, 0.45)):
         waits = view(decode_due_s=100.05, first_due_s=first_due_s, prefill_s=1.0)
         assert limit.chunk_limit_s(waits) == pytest.approx(room_s)
-    mixed = view(decode_due_s=100.05, first_due_s=late, prefill_s=1.0)
-    assert echo_limit(mixes_prefill=True).chunk_limit_s(mixed) == pytest.approx(0.05)
 
 
 @given(slack_s=st.floats(-1, 10), more_s=st.floats(0, 1))

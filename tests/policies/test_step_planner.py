@@ -152,9 +152,17 @@ def test_a_chunk_that_attends_to_a_long_prefix_waits_for_more_room():
     assert plan.decodes_first(**waits, cached_tokens=20_000)
 
 
-def test_online_prefill_and_online_decodes_take_turns_when_time_is_short():
-    plan = begin(planner(), decodes=2, due_in_s=0.01, first_due_in_s=1.0, waiting=1)
-    assert plan.decodes_first(online_prefill_waits=True, last_was_prefill=True)
+@pytest.mark.parametrize(
+    ("online_chunks", "due_in_s", "defers"),
+    [("whole", 0.019, True), ("whole", 0.021, False), ("slack", 0.02, True), ("slack", 0.1, False)],
+)
+def test_online_prefill_and_online_decodes_take_turns_when_decodes_are_due(
+    online_chunks, due_in_s, defers
+):
+    """Two decodes take 20 ms; the smallest chunk that a limit that cuts makes takes 64 more."""
+    plan = planner(online_chunks=online_chunks)
+    begin(plan, decodes=2, due_in_s=due_in_s, first_due_in_s=5.0, waiting=1)
+    assert plan.decodes_first(online_prefill_waits=True, last_was_prefill=True) is defers
     assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=False)
 
 
@@ -180,18 +188,28 @@ def online_chunk(plan, max_tokens=1000, page_size=1):
     )
 
 
-def test_an_online_chunk_is_as_long_as_online_decodes_allow():
-    plan = begin(planner(), decodes=2, due_in_s=0.3005, first_due_in_s=5.0, waiting=1)
+@pytest.mark.parametrize("due_in_s", [-1.0, 0.01, 0.3005, 9.0])
+def test_an_online_chunk_is_what_sglang_makes_it(due_in_s):
+    plan = begin(planner(), decodes=2, due_in_s=due_in_s, first_due_in_s=5.0, waiting=1)
+    assert online_chunk(plan) == 1000
+
+
+def cutting_planner():
+    return planner(online_chunks="slack")
+
+
+def test_a_limit_that_cuts_makes_an_online_chunk_as_long_as_online_decodes_allow():
+    plan = begin(cutting_planner(), decodes=2, due_in_s=0.3005, first_due_in_s=5.0, waiting=1)
     assert online_chunk(plan) == 280
 
 
-def test_an_online_chunk_always_makes_progress():
-    plan = begin(planner(), decodes=2, due_in_s=-1.0, first_due_in_s=5.0, waiting=1)
+def test_an_online_chunk_that_is_cut_always_makes_progress():
+    plan = begin(cutting_planner(), decodes=2, due_in_s=-1.0, first_due_in_s=5.0, waiting=1)
     assert online_chunk(plan, page_size=16) == 64
 
 
 def test_a_first_token_that_is_more_urgent_is_not_cut_into_chunks():
-    plan = begin(planner(), decodes=2, due_in_s=0.3005, first_due_in_s=0.2, waiting=1)
+    plan = begin(cutting_planner(), decodes=2, due_in_s=0.3005, first_due_in_s=0.2, waiting=1)
     assert online_chunk(plan) == 1000
 
 
