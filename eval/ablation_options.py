@@ -53,6 +53,7 @@ class AblationOptions:
     drain_s: float = option(15.0, "how long unanswered online requests are waited for", 1)
     ceiling_s: float = option(20.0, "how long offline runs alone", 1)
     ceilings_once: bool = option(False, "offline alone only in each arm's first repetition")
+    references: int = option(2, "times stock alone is measured each repetition; best counts", 1)
     reference_only: bool = option(False, "online alone on the stock server only, not on each arm")
     calibrate_s: float = option(20.0, "stock's saturation is measured for this long at most", 1)
     calibration_requests: int = option(400, "and with so many online requests at most", 20)
@@ -113,7 +114,7 @@ class AblationOptions:
         arm_s = START_S + online_s + self.lead_s + online_s
         num_arms = len(self.picked_arms())
         num_ceilings = num_arms * (1 if self.ceilings_once else self.repetitions)
-        repetition_s = START_S + online_s + num_arms * arm_s
+        repetition_s = START_S + self.references * online_s + num_arms * arm_s
         return self.calibrate_s + self.repetitions * repetition_s + num_ceilings * self.ceiling_s
 
 

@@ -55,6 +55,7 @@ def _setting(config: Tree) -> list[str]:
         f"- promised: {config['slo_factors'][0]:g} x the p99 TTFT and {config['slo_factors'][1]:g} "
         f"x the p99 TPOT of the stock server alone: {_promises(config)}",
     ]
+    lines += [f"- the stock server alone measured again keeps that for {_again(config)}"]
     return lines + [f"- NOT MEASURED: {failure}" for failure in config["failures"]]
 
 
@@ -65,6 +66,12 @@ def _promises(config: Tree) -> str:
         values = sorted(slo[key] * 1000 for slo in slos)
         bounds.append(f"{name} {values[0]:.0f}-{values[-1]:.0f} ms")
     return ", ".join(bounds) + f" over {len(slos)} repetitions"
+
+
+def _again(config: Tree) -> str:
+    """How promises that come of one run alone are kept by another: what chance is worth."""
+    shares = [f"{share:.1%}" for share in config["alone_again"] if share is not None]
+    return ", ".join(shares) + " of the requests" if shares else "an unknown share (once only)"
 
 
 def _overview(arms: Arms) -> list[str]:

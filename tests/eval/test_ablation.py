@@ -12,7 +12,7 @@ import pytest
 
 from echo_sgl.config import load_config, parse_config, resolve_config_path
 from echo_sgl.types import Task, task_of_service_tier
-from eval.ablation import in_order
+from eval.ablation import best_reference, in_order
 from eval.ablation_arms import ABLATION_ARMS, ERRORS, PRESETS, error_arm_name, with_promises
 from eval.ablation_figures import (
     at_equal_attainment,
@@ -233,6 +233,16 @@ def test_a_server_that_was_disturbed_alone_does_not_make_attainment_look_good() 
     assert at_equal_attainment([tree]) == {"runs": 0}
 
 
+def test_the_fastest_run_alone_gives_the_promises_and_the_others_are_held_against_them() -> None:
+    fast = [online(n, first_token_s=n + 0.1, last_token_s=n + 0.2) for n in range(10)]
+    slow = [online(n, first_token_s=n + 0.1 * (n + 1), last_token_s=n + 3.0) for n in range(10)]
+    alone, _, _ = best_reference([fast], (1.5, 1.5))
+    slo, records, again = best_reference([slow, fast], (1.5, 1.5))
+    assert slo == alone
+    assert records is fast
+    assert again == [pytest.approx(0.0)]
+
+
 def test_arms_are_compared_at_equal_attainment() -> None:
     kept, missed = run_of(tokens=300), run_of(slow=1, tokens=900)
     equal = at_equal_attainment([kept, missed])
@@ -264,12 +274,14 @@ def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> Non
         "name": "x", "command": "python -m eval.ablation --name x", "machine": "a machine",
         "date": "2026-01-01", "sglang": "0", "torch": "0", "python": "0",
         "options": dataclasses.asdict(AblationOptions(name="x")), "saturation_rps": 8.0,
-        "slo_factors": (1.5, 1.5), "slos": [dataclasses.asdict(SLO)], "offline": {"lines": 100},
+        "slo_factors": (1.5, 1.5), "slos": [dataclasses.asdict(SLO)], "alone_again": [0.983],
+        "offline": {"lines": 100},
         "online": {"requests": 10, "prompt_tokens": 400, "output_tokens": 50},
         "failures": ["bros 1: the server ended"],
     }  # fmt: skip
     text = summary_markdown(config, summarise(runs))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert "- the stock server alone measured again keeps that for 98.3% of the requests" in text
     assert "NOT MEASURED: bros 1: the server ended" in text
     assert ["stock-priority", "0 of 1", "does not reach it", "-", "-"] in rows
     assert ["echo", "2 of 2", "always", "300", "100.0%"] in rows
