@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ SERVERS = (
     "cramped_server",
     "small_server",
 )
+
+
+# For every Python process that the suite starts, workers included.
+_paths = str(Path(__file__).parent / "quick_start"), os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 
 
 class ByGroup(LoadFileScheduling):

@@ -25,7 +25,6 @@ COMMON_ARGS = (
 NAMED = ("--served-model-name", "tiny", "--max-running-requests", "16")
 HERE = Path(__file__).resolve().parent
 LOGS_DIR = HERE.parent / "build" / "logs"
-QUICK_START = {"PYTHONPATH": str(HERE / "quick_start")}
 SERVER_GIB = 2.6
 # An idle scheduler polls at full speed: one that waits its turn would take half of the machine.
 POOL_ARGS = ("--max-total-tokens", "40000", "--random-seed", "0", "--sleep-on-idle")
@@ -99,7 +98,7 @@ class ServerPool:
         all_args = (*device_args, *POOL_ARGS, *args)  # the last of two equal options holds
         # One thread is as fast for a tiny model, and leaves a core to whoever asks.
         # Overlap scheduling is what servers with a GPU run.
-        env = {"OMP_NUM_THREADS": "1", OVERLAP_ENV: "1", **QUICK_START, **(env or {})}
+        env = {"OMP_NUM_THREADS": "1", OVERLAP_ENV: "1", **(env or {})}
         server = start_server(model, all_args, config=config, env=env, log_path=log_path)
         try:
             wait_ready(server)

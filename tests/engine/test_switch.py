@@ -13,7 +13,6 @@ import pytest
 from echo_sgl.config import CONFIG_ENV, resolve_config_path
 from echo_sgl.engine.seams import HOOKS
 from eval.server import CPU_ARGS
-from tests.servers import QUICK_START
 
 pytestmark = pytest.mark.server
 
@@ -41,7 +40,7 @@ def run(*command: str, config: Path | str | None = None, **env: str) -> subproce
     return subprocess.run(
         [sys.executable, *command],
         check=False,
-        env=full | QUICK_START | env,
+        env=full | env,
         capture_output=True,
         text=True,
         timeout=300,

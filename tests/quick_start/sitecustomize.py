@@ -1,4 +1,4 @@
-"""Read by every Python process of a test server as it starts: search for garbage less often.
+"""Read by every Python process that the suite starts: search for garbage less often.
 
 SGLang's imports make millions of objects and no garbage among them; to look for it takes a fifth
 of the time that a server needs to start, three times over, for it has three processes.
