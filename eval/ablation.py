@@ -38,7 +38,7 @@ from eval.cache_arms import with_config_file
 from eval.corun import LOGS_DIR, RESULTS_DIR
 from eval.corun_phases import empty_cache
 from eval.deadlines import deadlines_of
-from eval.machine import device_args, on_cpu, provenance
+from eval.machine import device_args, on_cpu, probe_s, provenance
 from eval.mix import SERVED_MODEL, Mix
 from eval.models import find_model
 from eval.records import Record, write_records
@@ -157,12 +157,14 @@ class Ablation:
                     self._calibrate(server)
                 num = self.options.references
                 runs = [run_reference(server, STOCK, self.mix, self.options) for _ in range(num)]
+                probed_s = probe_s()
             slo, records, again = best_reference(runs, self._factors)
             write_records(self.store.raw_path("reference-online-alone", repetition), records)
             measured = {
                 "slo": dataclasses.asdict(slo),
                 **reference_figures(records, slo),
                 "again": again,
+                "probe_s": probed_s,
             }
             self.store.write(measured, "reference", repetition)
         reference = self.store.read("reference", repetition)

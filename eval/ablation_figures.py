@@ -50,7 +50,8 @@ def run_figures(
     `ceiling` is `ceiling_figures` of this start or of an earlier one of the arm;
     `reference` is `reference_figures` of the stock server alone that `slo` was made of.
     Attainment is held against the better of both servers alone: one that was disturbed while
-    it ran alone would make any attainment look good.
+    it ran alone would make any attainment look good. `machine_slowness`: how many times longer
+    the same work took than when the promises were measured.
     """
     alone, mixed = class_stats(run.online, Task.ONLINE), class_stats(run.mixed, Task.ONLINE)
     window_s = harvest_window(run.mixed, *run.online_window_s)
@@ -71,6 +72,7 @@ def run_figures(
         **{name: first_counter(run.counters, name) for name in COUNTED},
         **run.waits,
         "steps": step_shares(run.steps),
+        "machine_slowness": ratio(run.probe_s, reference.get("probe_s")),
         "deadlines": deadline_figures(run.mixed, deadlines, end_s=_last_s(run.mixed)),
     }
 

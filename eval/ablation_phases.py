@@ -13,6 +13,7 @@ from eval.ablation_options import AblationOptions
 from eval.arms import Arm
 from eval.cache_phases import COUNTED_AFTER_S, Counters, parse_counters
 from eval.corun_phases import empty_cache, offline_alone, online_alone, together, warm_up
+from eval.machine import probe_s
 from eval.mix import Mix
 from eval.records import Record
 from eval.server import LOCAL, Server
@@ -33,6 +34,7 @@ class ArmRun:
     """All that was seen on one server; a class that did not run alone is empty there.
 
     `spans_s`: when each phase began and ended, on the monotonic clock, which steps have too.
+    `probe_s`: how long the machine took for the same small work around the last phase.
     """
 
     online: list[Record]
@@ -43,6 +45,7 @@ class ArmRun:
     waits: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(WAITS))
     steps: list[Row] = field(default_factory=list)
     spans_s: dict[str, Span] = field(default_factory=dict)
+    probe_s: float | None = None
 
 
 def run_reference(server: Server, arm: Arm, mix: Mix, options: AblationOptions) -> list[Record]:
@@ -69,17 +72,19 @@ def run_arm(
         work = offline_alone(server, arm, mix, options, limit_s=options.ceiling_s)
         ceiling = asyncio.run(work)
     begin_phase(server, options)
-    before = _metrics(server)
+    before, probed_s = _metrics(server), probe_s()
     began_s.append(time.monotonic())
     mixed, window_s = asyncio.run(together(server, arm, mix, options))
     ended_s = time.monotonic()
     steps = step_rows(server, ended_s - began_s[-1])
     time.sleep(COUNTED_AFTER_S)
-    after = _metrics(server)
+    after, probed_s = _metrics(server), (probed_s + probe_s()) / 2
     old, new = parse_counters(before), parse_counters(after)
     grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
     spans_s = dict(zip(PHASES, itertools.pairwise([*began_s, ended_s]), strict=True))
-    return ArmRun(online, ceiling, mixed, window_s, grown, online_waits(after), steps, spans_s)
+    return ArmRun(
+        online, ceiling, mixed, window_s, grown, online_waits(after), steps, spans_s, probed_s
+    )
 
 
 def begin_phase(server: Server, options: AblationOptions) -> None:

@@ -85,11 +85,13 @@ def _overview(arms: Arms) -> list[str]:
             spread(tree["harvest_of_ceiling"], PERCENT),
             spread(tree["harvest_tokens_per_s"], WHOLE),
             times(tree["vs_base"]),
+            times(tree["machine_slowness"]),
         ]
         for name, tree in arms.items()
     ]
     head = ["arm", "runs", "attainment alone", "together", "TTFT p99 vs stock alone", "TPOT p99"]
-    return table([*head, "harvest of ceiling", "tokens/s", f"vs {BASE_ARM}"], rows)
+    tail = ["harvest of ceiling", "tokens/s", f"vs {BASE_ARM}", "machine's time"]
+    return table([*head, *tail], rows)
 
 
 def _equal(arms: Arms) -> list[str]:
@@ -187,6 +189,9 @@ def _legend() -> list[str]:
         "both within the promise; errors and unanswered requests are missed. Alone is the same "
         "server without offline work; arms are held against the better of it and the stock server "
         "alone. TTFT counts from the scheduled time.",
+        "",
+        "Machine's time: how many times longer a fixed piece of work took around the run than when "
+        "the promises were measured; a shared machine changes its speed.",
         "",
         "Harvest: prompt + generated tokens of offline lines completed per second while online "
         "requests come; the ceiling is the same arm's without online work. Where the job ran dry "

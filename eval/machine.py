@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
 from echo_sgl.cpu import activate
 from eval.server import CPU_ARGS
+
+PROBES = 51
 
 
 def on_cpu() -> bool:
@@ -26,6 +32,17 @@ def machine() -> str:
     """One line: CPU model, cores, accelerator if there is one."""
     line = f"{_cpu_model()}, {os.cpu_count()} cores"
     return line if on_cpu() else f"{line}, {_accelerator()}"
+
+
+def probe_s() -> float:
+    """How long the CPU takes for the same small work, now: a shared machine changes its speed."""
+    matrix = np.full((512, 512), 0.5, dtype=np.float32)
+    times_s = []
+    for _ in range(PROBES):
+        began_s = time.perf_counter()
+        matrix @ matrix
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s)
 
 
 def provenance() -> dict[str, str]:
