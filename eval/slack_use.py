@@ -4,8 +4,9 @@
 
 replays online patterns and their jobs on a simulated CPU server under several settings of the
 slack limit, and writes eval/results/slack-use/ with config.json, summary.json and summary.md. What
-is promised is 1.5 x the p99 of the online load alone, as in `eval.ablation`. The steps' times and
-their scatter come from a profile that `echo-sgl calibrate` measured; no server runs.
+is promised is the p99 of the online load alone, as stock would run it, times the factors that
+`eval.ablation` has on a CPU and on a GPU. The steps' times and their scatter come from a profile
+that `echo-sgl calibrate` measured; no server runs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from eval.models import demo_model
 from eval.options import add_arguments, check_options, option
 from eval.records import Record
 from eval.report import table
+from eval.slo import parse_factors
 from eval.summary import tokens_per_s
 from eval.workloads.prompts import load_tokenizer
 
@@ -45,19 +47,38 @@ ROOT = Path(__file__).resolve().parent
 RESULTS_DIR = ROOT / "results"
 CONFIGS_DIR = ROOT.parent / "configs"
 PROFILE = ROOT / "profiles" / "base-cpu.json"
-LEAD_S, DRAIN_S, SLO_FACTOR = 5.0, 20.0, 1.5
+LEAD_S, DRAIN_S = 5.0, 20.0
 NO_PROMISE = SloConfig()
-# Workload, seed, where in the trace it starts (s).
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    """An online load: where it starts in its trace (s), its size, its rate over the asked one."""
+
+    workload: str
+    seed: int = 0
+    start_s: float = 0.0
+    rate_factor: float = 1.0
+    length_scale: float = 0.25
+    max_prompt_tokens: int = 1000
+
+    def __str__(self) -> str:
+        return (
+            f"{self.workload} (seed {self.seed}, from {self.start_s:g} s, {self.rate_factor:g} x "
+            f"the rate, prompts up to {self.max_prompt_tokens:,} tokens)"
+        )
+
+
+LONG = Pattern("azure-qmsum", rate_factor=0.4, length_scale=1.0, max_prompt_tokens=4000)
 LOADS = (
-    ("azure-qmsum", 0, 0.0),
-    ("azure-qmsum", 0, 900.0),
-    ("azure-qmsum", 0, 1800.0),
-    ("bursts-loogle", 0, 0.0),
-    ("bursts-loogle", 1, 0.0),
+    *(Pattern("azure-qmsum", start_s=start_s) for start_s in (0.0, 900.0, 1800.0)),
+    *(dataclasses.replace(LONG, start_s=start_s) for start_s in (0.0, 900.0)),
+    *(Pattern("bursts-loogle", seed) for seed in range(2)),
+    *(Pattern("llm-d", seed, rate_factor=3.0) for seed in range(2)),
 )
-ALL = {"slack_share": 1.0, "lag_tokens": 0.0}
+ALL: dict[str, float | str] = {"slack_share": 1.0, "lag_tokens": 0.0}
 # Name, preset, what is set otherwise in [steps].
-SETTINGS: dict[str, tuple[str, dict[str, float]]] = {
+SETTINGS: dict[str, tuple[str, dict[str, float | str]]] = {
     "all of the slack (Echo)": ("echo", {**ALL, "ttft_margin": 0.0}),
     "yielding to first tokens": ("echo", ALL),
     "pace 0.7": ("echo", {"slack_pace": 0.7}),
@@ -65,6 +86,7 @@ SETTINGS: dict[str, tuple[str, dict[str, float]]] = {
     "pace 0.3": ("echo", {"slack_pace": 0.3}),
     "pace 0.5, no lag": ("echo", {"lag_tokens": 0.0}),
     "pace 0.5, share 0.2": ("echo", {"slack_share": 0.2}),
+    "online chunks cut to the slack": ("echo", {"online_chunks": "slack"}),
     "a budget (hygen.toml)": ("hygen", {}),
 }
 
@@ -76,6 +98,7 @@ class SlackOptions:
     name: str = option("slack-use", "folder under eval/results/ that takes the results")
     profile: str = option("", "from `echo-sgl calibrate`; default: eval/profiles/base-cpu.json")
     rates_rps: str = option("1,1.6", "comma list of mean online rates")
+    slo_factors: str = option("1.5;1.2,1.1", "SLO over alone p99, TTFT[,TPOT]; parted by ;")
     duration_s: float = option(60.0, "how long online requests keep coming", 1)
     workers: int = option(1, "processes; the results are the same", 1)
 
@@ -84,6 +107,8 @@ class SlackOptions:
         for text in self.rates_rps.split(","):
             if not text.replace(".", "", 1).isdigit() or float(text) <= 0:
                 raise ValueError(f"--rates-rps holds {text!r}; allowed are numbers above 0")
+        for text in self.slo_factors.split(";"):
+            parse_factors(text)
 
     @property
     def profile_path(self) -> Path:
@@ -99,6 +124,7 @@ class Point:
     """One load under one setting; `load` is a place in `LOADS`."""
 
     rate_rps: float
+    slo_factor: str
     load: int
     setting: str
 
@@ -107,12 +133,19 @@ class Load:
     """An online pattern and its job, with what is promised beside it."""
 
     def __init__(self, options: SlackOptions, point: Point) -> None:
-        workload, seed, start_s = LOADS[point.load]
+        pattern = LOADS[point.load]
         ablation = AblationOptions(
-            workload=workload, seed=seed, trace_start_s=start_s, duration_s=options.duration_s
+            workload=pattern.workload,
+            seed=pattern.seed,
+            trace_start_s=pattern.start_s,
+            length_scale=pattern.length_scale,
+            max_prompt_tokens=pattern.max_prompt_tokens,
+            online_rps=point.rate_rps * pattern.rate_factor,
+            duration_s=options.duration_s,
         )
         tokenizer = load_tokenizer(str(demo_model("tiny")))  # all sizes have it
-        mix = build_mix(ablation, tokenizer, point.rate_rps / ablation.online_load)
+        mix = build_mix(ablation, tokenizer, ablation.online_rps / ablation.online_load)
+        self._factors = parse_factors(point.slo_factor)
         self._prompts = Prompts(bodies_of(mix), tokenizer)
         self._profile = load_profile(options.profile_path, device="", model="", force=True)
         self._ablation = ablation
@@ -140,12 +173,12 @@ class Load:
         return replay(config, records, self._prompts, end_s=end_s)[0]
 
     def promise(self) -> SloConfig:
-        """1.5 x the p99 of the online requests alone."""
+        """So many times the p99 of the online requests alone."""
         alone = self.run(with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE), self.online)
         ttft_s, tpot_s = _latencies(alone)
         return SloConfig(
-            ttft_s=SLO_FACTOR * float(np.percentile(ttft_s, 99)),
-            tpot_s=SLO_FACTOR * float(np.percentile(tpot_s, 99)),
+            ttft_s=self._factors[0] * float(np.percentile(ttft_s, 99)),
+            tpot_s=self._factors[1] * float(np.percentile(tpot_s, 99)),
         )
 
 
@@ -196,23 +229,25 @@ def _latencies(online: Sequence[Record]) -> tuple[Any, Any]:
 
 def points(options: SlackOptions) -> Iterator[Point]:
     for rate_rps in options.rates:
-        for load in range(len(LOADS)):
-            for setting in SETTINGS:
-                yield Point(rate_rps, load, setting)
+        for slo_factor in options.slo_factors.split(";"):
+            for load in range(len(LOADS)):
+                for setting in SETTINGS:
+                    yield Point(rate_rps, slo_factor, load, setting)
 
 
 def totals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By rate and setting: requests summed over the loads, tokens/s averaged."""
+    """By rate, promises and setting: requests summed over the loads, tokens/s averaged."""
     found: list[dict[str, Any]] = []
-    for key in dict.fromkeys((row["rate_rps"], row["setting"]) for row in rows):
-        group = [row for row in rows if (row["rate_rps"], row["setting"]) == key]
+    for key in dict.fromkeys(tuple(row[name] for name in _KEY) for row in rows):
+        group = [row for row in rows if tuple(row[name] for name in _KEY) == key]
         summed: Counter[str] = Counter()
         for row in group:
             summed.update({name: row[name] for name in _SUMMED})
-        found.append({"rate_rps": key[0], "setting": key[1], **summed, "loads": len(group)})
+        found.append({**dict(zip(_KEY, key, strict=True)), **summed, "loads": len(group)})
     return found
 
 
+_KEY = ("rate_rps", "slo_factor", "setting")
 _SUMMED = ("online", "kept", "late_first_tokens", "slow", "offline_tokens_per_s")
 
 
@@ -222,6 +257,7 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
     cells = [
         [
             f"{one['rate_rps']:g}",
+            one["slo_factor"],
             one["setting"],
             f"{one['kept'] / one['online']:.1%}",
             str(one["late_first_tokens"]),
@@ -230,7 +266,15 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
         ]
         for one in totals(rows)
     ]
-    head = ["online/s", "setting", "kept", "late first tokens", "slow", "offline tokens/s"]
+    head = [
+        "online/s",
+        "x alone",
+        "setting",
+        "kept",
+        "late first tokens",
+        "slow",
+        "offline tokens/s",
+    ]
     return "\n".join(
         [
             f"# How much slack to use `{config['name']}`: a simulation",
@@ -239,9 +283,9 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
             "",
             f"- profile: {profile['device']}, model {profile['model']}, {profile['num_samples']} "
             f"samples, SGLang {profile['sglang_version']}; its scatter is simulated too",
-            f"- loads: {', '.join(f'{w} (seed {s}, from {t:g} s)' for w, s, t in LOADS)}; "
-            f"{config['options']['duration_s']:g} s each; the server is the ablation's",
-            f"- promised: {SLO_FACTOR} x the p99 TTFT and TPOT of the same online load alone",
+            f"- loads: {', '.join(map(str, LOADS))}; {config['options']['duration_s']:g} s each; "
+            "the server is the ablation's",
+            "- promised: p99 TTFT and TPOT of the same online load alone, times `x alone`",
             "",
             *table(head, cells),
             "",
@@ -285,7 +329,7 @@ def _config(options: SlackOptions, profile: Profile, command: str) -> dict[str, 
         "command": command,
         **provenance(),
         "options": dataclasses.asdict(options),
-        "loads": LOADS,
+        "loads": [dataclasses.asdict(one) for one in LOADS],
         "settings": {name: {"preset": one, **steps} for name, (one, steps) in SETTINGS.items()},
         "profile": {**facts, "sglang_version": profile.sglang_version},
     }

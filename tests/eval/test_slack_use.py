@@ -20,7 +20,7 @@ ECHO, BUDGET = "pace 0.5 (echo.toml)", "a budget (hygen.toml)"
 
 @pytest.fixture(scope="module")
 def rows():
-    return [run_point(OPTIONS, Point(1.5, 0, setting)) for setting in (ECHO, BUDGET)]
+    return [run_point(OPTIONS, Point(1.5, "1.2,1.1", 0, setting)) for setting in (ECHO, BUDGET)]
 
 
 def test_every_online_request_is_kept_or_broken_and_the_job_gets_on(rows):
@@ -39,7 +39,7 @@ def test_all_settings_are_held_to_the_same_promise_on_the_same_load(rows):
 
 
 def test_the_same_point_comes_out_the_same(rows):
-    assert run_point(OPTIONS, Point(1.5, 0, ECHO)) == rows[0]
+    assert run_point(OPTIONS, Point(1.5, "1.2,1.1", 0, ECHO)) == rows[0]
 
 
 def test_the_table_sums_what_was_counted(rows):
@@ -53,7 +53,7 @@ def test_the_table_sums_what_was_counted(rows):
     assert echo["online"] == 2 * rows[0]["online"] and echo["loads"] == 2
     text = summary_markdown(config, rows)
     share = rows[0]["kept"] / rows[0]["online"]
-    assert f"| 1.5 | {ECHO} | {share:.1%} |" in text
+    assert f"| 1.5 | 1.2,1.1 | {ECHO} | {share:.1%} |" in text
 
 
 def test_every_setting_is_one_that_the_config_allows():
@@ -64,6 +64,7 @@ def test_every_setting_is_one_that_the_config_allows():
     ("argv", "said"),
     [
         (["--rates-rps", "1,none"], "--rates-rps holds 'none'; allowed are numbers above 0"),
+        (["--slo-factors", "1.5;0.9"], "--slo-factor is '0.9'; give one number of 1 or more"),
         (["--profile", "nowhere.json"], "nowhere.json"),
     ],
 )
