@@ -34,7 +34,7 @@ class ArmRun:
     """All that was seen on one server; a class that did not run alone is empty there.
 
     `spans_s`: when each phase began and ended, on the monotonic clock, which steps have too.
-    `probe_s`: how long the machine took for the same small work around the last phase.
+    `probe_s`: how long the idle machine took for the same small work before the last phase.
     """
 
     online: list[Record]
@@ -78,7 +78,7 @@ def run_arm(
     ended_s = time.monotonic()
     steps = step_rows(server, ended_s - began_s[-1])
     time.sleep(COUNTED_AFTER_S)
-    after, probed_s = _metrics(server), (probed_s + probe_s()) / 2
+    after = _metrics(server)
     old, new = parse_counters(before), parse_counters(after)
     grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
     spans_s = dict(zip(PHASES, itertools.pairwise([*began_s, ended_s]), strict=True))

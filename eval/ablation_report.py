@@ -190,8 +190,8 @@ def _legend() -> list[str]:
         "server without offline work; arms are held against the better of it and the stock server "
         "alone. TTFT counts from the scheduled time.",
         "",
-        "Machine's time: how many times longer a fixed piece of work took around the run than when "
-        "the promises were measured; a shared machine changes its speed.",
+        "Machine's time: how many times longer a fixed piece of work took just before the run than "
+        "when the promises had been measured; a shared machine changes its speed.",
         "",
         "Harvest: prompt + generated tokens of offline lines completed per second while online "
         "requests come; the ceiling is the same arm's without online work. Where the job ran dry "
