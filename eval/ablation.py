@@ -112,19 +112,28 @@ class Ablation:
     def run(self) -> None:
         """Measure what the store does not hold; an arm that fails is noted and passed over."""
         _console.log(f"about {self.options.estimate_s() / 60:.0f} minutes at most")
-        for repetition in range(1, self.options.repetitions + 1):
-            slo, reference = self._reference(repetition)
-            names = in_order(list(self._arms), repetition)
-            left = [name for name in names if not self.store.has(name, repetition)]
-            size = self.options.servers_up
-            for start in range(0, len(left), size):
-                group = left[start : start + size]
-                _console.log(f"repetition {repetition} of {self.options.repetitions}: {group}")
-                with self._servers(group, repetition, slo) as servers:
-                    for name, (arm, server) in servers.items():
-                        self._noted(name, repetition, self._measure, server, arm, slo, reference)
-                        self._write_summary()
+        end = self.options.repetitions + 1
+        for first in range(1, end, self.options.rounds):
+            slo, reference = self._reference(first)
+            self._measure_all(range(first, min(first + self.options.rounds, end)), slo, reference)
         self._write_summary()
+
+    def _measure_all(self, numbers: range, slo: Slo, reference: Tree) -> None:
+        """Every arm in these repetitions, on the same servers and with the same promises."""
+        names = in_order(list(self._arms), numbers[0])
+        left = [name for name in names if not all(self.store.has(name, one) for one in numbers)]
+        size = self.options.servers_up
+        for start in range(0, len(left), size):
+            group = left[start : start + size]
+            _console.log(f"repetitions {numbers[0]} to {numbers[-1]}: {group}")
+            with self._servers(group, numbers, slo) as servers:
+                for round_number, repetition in enumerate(numbers, 1):
+                    for name in in_order(list(servers), round_number):
+                        if not self.store.has(name, repetition):
+                            self._noted(
+                                name, repetition, self._measure, *servers[name], slo, reference
+                            )
+                            self._write_summary()
 
     def _noted(self, name: str, repetition: int, work: Callable[..., None], *args: Any) -> bool:
         """Whether an arm could do it; what went wrong is noted, and the run goes on."""
@@ -182,28 +191,29 @@ class Ablation:
 
     @contextmanager
     def _servers(
-        self, names: Sequence[str], repetition: int, slo: Slo
+        self, names: Sequence[str], numbers: range, slo: Slo
     ) -> Iterator[dict[str, tuple[Arm, Server]]]:
         """The servers of these arms, started at once, all ready; without those that failed."""
         started_s, servers = time.monotonic(), {}
         with ExitStack() as stack:
             for name in names:
-                path = self.store.folder / "configs" / f"{name}-{repetition}.toml"
                 promised = with_promises(self._arms[name], slo, self.options.changes)
-                arm = with_config_file(promised, path)
-                server = self._start(arm, name, repetition)
+                for number in reversed(numbers):
+                    path = self.store.folder / "configs" / f"{name}-{number}.toml"
+                    arm = with_config_file(promised, path)
+                server = self._start(arm, name, numbers[0])
                 stack.callback(stop_server, server)
                 servers[name] = arm, server
             ready = {
                 name: (arm, server)
                 for name, (arm, server) in servers.items()
-                if self._noted(name, repetition, lambda *_, server=server: wait_ready(server))
+                if self._noted(name, numbers[0], lambda *_, server=server: wait_ready(server))
             }
             _console.log(f"  ready after {time.monotonic() - started_s:.0f} s")
             yield ready
 
     def _measure(
-        self, name: str, repetition: int, server: Server, arm: Arm, slo: Slo, reference: Tree
+        self, name: str, repetition: int, arm: Arm, server: Server, slo: Slo, reference: Tree
     ) -> None:
         """One arm on its server; its records and figures go to the store."""
         started_s, ceiling = time.monotonic(), self._known_ceiling(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ class AblationOptions:
     arms: str = option(",".join(("stock", BASE_ARM, *PRESETS)), "comma list of arms")
     settings: str = option("", "config of all Echo arms, e.g. estimator.profile=FILE,...")
     model: str = option("base", "demo model size (tiny, small, base), folder or hub id")
-    repetitions: int = option(5, "server starts per arm; their order alternates", 1)
+    repetitions: int = option(5, "runs of each arm; their order alternates", 1)
+    rounds: int = option(1, "of them in a row on the same servers, with the same promises", 1)
     resume: bool = option(False, "go on with an interrupted run of the same name")
     servers_up: int = option(1, "arms whose servers start at once and stay up for each other", 1)
     online_load: float = option(0.4, "mean online rate as a share of stock's saturation", 0.001)
@@ -111,11 +113,16 @@ class AblationOptions:
     def estimate_s(self) -> float:
         """How long the whole run takes at most, if servers start in `START_S`."""
         online_s = self.duration_s + self.drain_s
-        arm_s = START_S + online_s + self.lead_s + online_s
-        num_arms = len(self.picked_arms())
-        num_ceilings = num_arms * (1 if self.ceilings_once else self.repetitions)
-        repetition_s = START_S + self.references * online_s + num_arms * arm_s
-        return self.calibrate_s + self.repetitions * repetition_s + num_ceilings * self.ceiling_s
+        alone_s = 0.0 if self.reference_only else online_s
+        num_arms, num_runs = len(self.picked_arms()), len(self.picked_arms()) * self.repetitions
+        num_starts = math.ceil(self.repetitions / self.rounds)
+        num_ceilings = num_arms if self.ceilings_once else num_runs
+        return (
+            self.calibrate_s
+            + num_starts * (START_S + self.references * online_s + num_arms * START_S)
+            + num_runs * (alone_s + self.lead_s + online_s)
+            + num_ceilings * self.ceiling_s
+        )
 
 
 def parse_options(argv: Sequence[str], prog: str, **defaults: object) -> AblationOptions:

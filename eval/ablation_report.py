@@ -65,7 +65,7 @@ def _promises(config: Tree) -> str:
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
         values = sorted(slo[key] * 1000 for slo in slos)
         bounds.append(f"{name} {values[0]:.0f}-{values[-1]:.0f} ms")
-    return ", ".join(bounds) + f" over {len(slos)} repetitions"
+    return ", ".join(bounds) + f" (measured {len(slos)} times)"
 
 
 def _again(config: Tree) -> str:

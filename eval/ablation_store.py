@@ -16,7 +16,7 @@ from eval.workloads import WorkloadError
 Tree = dict[str, Any]
 
 # A run that goes on may have more of these; all else must be as it was.
-MAY_CHANGE = {"name", "arms", "repetitions", "resume", "ceilings_once", "servers_up"}
+MAY_CHANGE = {"name", "arms", "repetitions", "rounds", "resume", "ceilings_once", "servers_up"}
 
 
 class Store:

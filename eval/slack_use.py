@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import shlex
 import sys
 from collections import Counter
@@ -172,6 +173,7 @@ class Load:
         end_s = LEAD_S + options.duration_s + DRAIN_S
         return replay(config, records, self._prompts, end_s=end_s)[0]
 
+    @functools.cached_property
     def promise(self) -> SloConfig:
         """So many times the p99 of the online requests alone."""
         alone = self.run(with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE), self.online)
@@ -191,8 +193,8 @@ def with_slo(echo: EchoConfig, slo: SloConfig, **steps: Any) -> EchoConfig:
 
 def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
     """One row: promises kept and broken, and what the job got while online requests came."""
-    load = Load(options, point)
-    slo = load.promise()
+    load = load_of(options, dataclasses.replace(point, setting=""))
+    slo = load.promise
     preset, steps = SETTINGS[point.setting]
     echo = with_slo(load_config(CONFIGS_DIR / f"{preset}.toml"), slo, **steps)
     records = load.run(echo, [*load.online, *load.offline])
@@ -208,6 +210,12 @@ def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
         "slow": int(slow.sum()),
         "offline_tokens_per_s": tokens_per_s(records, LEAD_S, LEAD_S + options.duration_s),
     }
+
+
+@functools.lru_cache(maxsize=1)
+def load_of(options: SlackOptions, point: Point) -> Load:
+    """Points that differ by the setting only follow each other, and share their load."""
+    return Load(options, point)
 
 
 def _sent(rid: str, task: Task, at_s: float) -> Record:
@@ -318,7 +326,7 @@ def run_all(options: SlackOptions) -> list[dict[str, Any]]:
     """Every point, in order, whatever the number of workers."""
     todo = list(points(options))
     with ProcessPoolExecutor(options.workers) as pool:
-        done = pool.map(run_point, [options] * len(todo), todo)
+        done = pool.map(run_point, [options] * len(todo), todo, chunksize=len(SETTINGS))
         return list(track(done, total=len(todo), console=Console(stderr=True)))
 
 

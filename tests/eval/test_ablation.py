@@ -102,6 +102,7 @@ def test_an_arms_repetition_takes_about_two_and_a_half_minutes_by_default() -> N
     assert two.estimate_s() - one.estimate_s() < 175
     once = dataclasses.replace(one, repetitions=5, ceilings_once=True)
     assert once.estimate_s() < dataclasses.replace(one, repetitions=5).estimate_s()
+    assert dataclasses.replace(once, rounds=5).estimate_s() < 0.6 * once.estimate_s()
 
 
 def test_the_order_of_arms_alternates() -> None:

@@ -32,7 +32,8 @@ def test_a_run_measures_every_arm_once_and_goes_on_where_it_ended(
     folder = tmp_path / "ablation-test"
     before = {path: path.stat().st_mtime_ns for path in (folder / "raw").iterdir()}
 
-    resumed = dataclasses.replace(options, resume=True, arms="bs,bs-e,stock", servers_up=2)
+    more = {"resume": True, "arms": "bs,bs-e,stock", "repetitions": 2, "rounds": 2}
+    resumed = dataclasses.replace(options, servers_up=2, **more)
     second = Ablation(resumed, "second", results_dir=tmp_path)
     second.run()
     assert second.failures == []
@@ -40,10 +41,12 @@ def test_a_run_measures_every_arm_once_and_goes_on_where_it_ended(
     summary = orjson.loads((folder / "summary.json").read_bytes())["arms"]
     assert list(summary) == ["bs", "bs-e", "stock"]
     for tree in summary.values():
+        assert tree["repetitions"] == 2
         # The deadlines in the lines' bodies are taken by stock servers too.
         assert tree["online_together"]["error"]["max"] == 0
         assert tree["offline_together"]["error"]["max"] == 0
         assert tree["offline_together"]["ok"]["min"] > 0
-    promised = load_config(folder / "configs" / "bs-1.toml").slo
-    assert promised.ttft_s > 0 and promised.tpot_s > 0
+    promised = [load_config(folder / "configs" / f"bs-{number}.toml").slo for number in (1, 2)]
+    assert promised[0] == promised[1], "two rounds on one server"
+    assert promised[0].ttft_s > 0 and promised[0].tpot_s > 0
     assert summary["bs"]["retractions"]["median"] is not None
