@@ -177,7 +177,7 @@ class Load:
     def promise(self) -> SloConfig:
         """So many times the p99 of the online requests alone."""
         alone = self.run(with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE), self.online)
-        ttft_s, tpot_s = _latencies(alone)
+        ttft_s, tpot_s = latencies(alone)
         return SloConfig(
             ttft_s=self._factors[0] * float(np.percentile(ttft_s, 99)),
             tpot_s=self._factors[1] * float(np.percentile(tpot_s, 99)),
@@ -198,7 +198,7 @@ def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
     preset, steps = SETTINGS[point.setting]
     echo = with_slo(load_config(CONFIGS_DIR / f"{preset}.toml"), slo, **steps)
     records = load.run(echo, [*load.online, *load.offline])
-    ttft_s, tpot_s = _latencies([one for one in records if one.task is Task.ONLINE])
+    ttft_s, tpot_s = latencies([one for one in records if one.task is Task.ONLINE])
     late, slow = ttft_s > slo.ttft_s, tpot_s > slo.tpot_s
     return {
         **dataclasses.asdict(point),
@@ -222,7 +222,7 @@ def _sent(rid: str, task: Task, at_s: float) -> Record:
     return Record(rid, task, at_s, sent_s=at_s)
 
 
-def _latencies(online: Sequence[Record]) -> tuple[Any, Any]:
+def latencies(online: Sequence[Record]) -> tuple[Any, Any]:
     """TTFT and TPOT of each request; infinite for what was not answered. Shapes: (n,)."""
     ttft_s, tpot_s = [], []
     for one in online:

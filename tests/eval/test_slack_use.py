@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from echo_sgl.config import load_config
 from eval.slack_use import (
+    CONFIGS_DIR,
+    LOADS,
     SETTINGS,
+    Load,
     Point,
     SlackOptions,
+    latencies,
     main,
     run_point,
     summary_markdown,
     totals,
+    with_slo,
 )
 
 OPTIONS = SlackOptions(rates_rps="1.5", duration_s=10.0)
@@ -54,6 +61,24 @@ def test_the_table_sums_what_was_counted(rows):
     text = summary_markdown(config, rows)
     share = rows[0]["kept"] / rows[0]["online"]
     assert f"| 1.5 | 1.2,1.1 | {ECHO} | {share:.1%} |" in text
+
+
+def test_online_requests_alone_lose_nothing_by_being_promised_something():
+    """In llm-d's high phases all slots are taken: what wastes time there makes a queue.
+
+    Cut to the slack, online prefills waste it.
+    """
+    place = next(i for i, one in enumerate(LOADS) if one.workload == "llm-d")
+    load = Load(SlackOptions(duration_s=40.0), Point(1.7, "1.2,1.1", place, ""))
+    echo = load_config(CONFIGS_DIR / "echo.toml")
+    slo = load.promise
+
+    def kept(**steps: str) -> float:
+        ttft_s, tpot_s = latencies(load.run(with_slo(echo, slo, **steps), load.online))
+        return float(np.mean((ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)))
+
+    assert kept() > 0.98
+    assert kept(online_chunks="slack") < 0.95
 
 
 def test_every_setting_is_one_that_the_config_allows():
