@@ -139,13 +139,17 @@ def summarise_repetition(
 
 
 def over_repetitions(trees: Sequence[Mapping[str, Any]]) -> Tree:
-    """The same tree with {median, min, max} at every number; None where a run lacks it."""
-    return {key: _merge([tree[key] for tree in trees]) for key in trees[0]}
+    """The same tree with {median, min, max} at every number; None where a run lacks it.
+
+    A run that was measured by earlier code may lack a key.
+    """
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    return {key: _merge([tree.get(key) for tree in trees]) for key in keys}
 
 
 def _merge(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], Mapping):
-        return over_repetitions(values)
+    if any(isinstance(value, Mapping) for value in values):
+        return over_repetitions([value or {} for value in values])
     if any(value is None for value in values):
         return {"median": None, "min": None, "max": None}
     return {"median": float(np.median(values)), "min": min(values), "max": max(values)}

@@ -215,6 +215,12 @@ def test_repetitions_merge_to_median_and_spread_at_every_number() -> None:
     assert merged["d"] == {"median": None, "min": None, "max": None}
 
 
+def test_a_run_of_earlier_code_may_lack_a_figure_and_a_tree_of_them() -> None:
+    merged = over_repetitions([{"a": 1}, {"a": 2, "b": 3, "c": {"d": 4}}])
+    nothing = {"median": None, "min": None, "max": None}
+    assert merged == {"a": {"median": 1.5, "min": 1, "max": 2}, "b": nothing, "c": {"d": nothing}}
+
+
 def test_records_read_back_as_they_were_written_and_bytes_do_not_depend_on_the_clock(
     tmp_path: Path,
 ) -> None:
