@@ -5,8 +5,9 @@
 replays online patterns and their jobs on a simulated CPU server under several settings of the
 slack limit, and writes eval/results/slack-use/ with config.json, summary.json and summary.md. What
 is promised is the p99 of the online load alone, as stock would run it, times the factors that
-`eval.ablation` has on a CPU and on a GPU. The steps' times and their scatter come from a profile
-that `echo-sgl calibrate` measured; no server runs.
+`eval.ablation` has on a CPU and on a GPU; and the first once more on a machine that has become
+slower since. The steps' times and their scatter come from a profile that `echo-sgl calibrate`
+measured; no server runs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ import orjson
 from rich.console import Console
 from rich.progress import track
 
+from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import EchoConfig, SloConfig, load_config
 from echo_sgl.errors import EchoError
 from echo_sgl.estimators.profile import Profile, load_profile
-from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig
+from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig, SpeedChange
 from echo_sgl.types import Task
 from eval.ablation_load import build_mix
 from eval.ablation_options import AblationOptions
@@ -77,6 +79,11 @@ LOADS = (
     *(Pattern("bursts-loogle", seed) for seed in range(2)),
     *(Pattern("llm-d", seed, rate_factor=3.0) for seed in range(2)),
 )
+# SLO over alone p99, TTFT[,TPOT]; how many times longer steps take than when that was measured.
+CASES = (("1.5", 1.0), ("1.5", 1.3), ("1.2,1.1", 1.0))
+# Steps scatter in another way than when the promises were measured.
+PROMISE_SEED, SEED = 0, 1
+ALONE = "no job at all"
 ALL: dict[str, float | str] = {"slack_share": 1.0, "lag_tokens": 0.0}
 # Name, preset, what is set otherwise in [steps].
 SETTINGS: dict[str, tuple[str, dict[str, float | str]]] = {
@@ -99,7 +106,6 @@ class SlackOptions:
     name: str = option("slack-use", "folder under eval/results/ that takes the results")
     profile: str = option("", "from `echo-sgl calibrate`; default: eval/profiles/base-cpu.json")
     rates_rps: str = option("1,1.6", "comma list of mean online rates")
-    slo_factors: str = option("1.5;1.2,1.1", "SLO over alone p99, TTFT[,TPOT]; parted by ;")
     duration_s: float = option(60.0, "how long online requests keep coming", 1)
     workers: int = option(1, "processes; the results are the same", 1)
 
@@ -108,8 +114,6 @@ class SlackOptions:
         for text in self.rates_rps.split(","):
             if not text.replace(".", "", 1).isdigit() or float(text) <= 0:
                 raise ValueError(f"--rates-rps holds {text!r}; allowed are numbers above 0")
-        for text in self.slo_factors.split(";"):
-            parse_factors(text)
 
     @property
     def profile_path(self) -> Path:
@@ -122,31 +126,30 @@ class SlackOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """One load under one setting; `load` is a place in `LOADS`."""
+    """One load under one setting; `load` is a place in `LOADS`. `slowness`: see `CASES`."""
 
     rate_rps: float
-    slo_factor: str
     load: int
+    slo_factor: str
+    slowness: float
     setting: str
 
 
 class Load:
     """An online pattern and its job, with what is promised beside it."""
 
-    def __init__(self, options: SlackOptions, point: Point) -> None:
-        pattern = LOADS[point.load]
+    def __init__(self, options: SlackOptions, rate_rps: float, pattern: Pattern) -> None:
         ablation = AblationOptions(
             workload=pattern.workload,
             seed=pattern.seed,
             trace_start_s=pattern.start_s,
             length_scale=pattern.length_scale,
             max_prompt_tokens=pattern.max_prompt_tokens,
-            online_rps=point.rate_rps * pattern.rate_factor,
+            online_rps=rate_rps * pattern.rate_factor,
             duration_s=options.duration_s,
         )
         tokenizer = load_tokenizer(str(demo_model("tiny")))  # all sizes have it
         mix = build_mix(ablation, tokenizer, ablation.online_rps / ablation.online_load)
-        self._factors = parse_factors(point.slo_factor)
         self._prompts = Prompts(bodies_of(mix), tokenizer)
         self._profile = load_profile(options.profile_path, device="", model="", force=True)
         self._ablation = ablation
@@ -157,7 +160,14 @@ class Load:
         lines = mix.job[: ablation.window]
         self.offline = [_sent(line["custom_id"], Task.OFFLINE, 0.0) for line in lines]
 
-    def run(self, echo: EchoConfig, records: Sequence[Record]) -> list[Record]:
+    def run(
+        self,
+        echo: EchoConfig,
+        records: Sequence[Record],
+        *,
+        slowness: float = 1.0,
+        seed: int = SEED,
+    ) -> list[Record]:
         """The same requests as the simulated server answers them."""
         options = self._ablation
         config = ServerConfig(
@@ -169,19 +179,23 @@ class Load:
             overlap=False,  # as our platform starts CPU servers
             host=self._profile.host or NO_HOST_TIME,
             noise=noise_of(self._profile),
+            step_factors=[SpeedChange(0.0, dict.fromkeys(StepKind, slowness))],
+            seed=seed,
         )
         end_s = LEAD_S + options.duration_s + DRAIN_S
         return replay(config, records, self._prompts, end_s=end_s)[0]
 
     @functools.cached_property
-    def promise(self) -> SloConfig:
+    def alone_p99_s(self) -> tuple[float, float]:
+        """TTFT and TPOT of the online requests without a job and without promises."""
+        echo = with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE)
+        ttft_s, tpot_s = latencies(self.run(echo, self.online, seed=PROMISE_SEED))
+        return float(np.percentile(ttft_s, 99)), float(np.percentile(tpot_s, 99))
+
+    def promise(self, slo_factor: str) -> SloConfig:
         """So many times the p99 of the online requests alone."""
-        alone = self.run(with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE), self.online)
-        ttft_s, tpot_s = latencies(alone)
-        return SloConfig(
-            ttft_s=self._factors[0] * float(np.percentile(ttft_s, 99)),
-            tpot_s=self._factors[1] * float(np.percentile(tpot_s, 99)),
-        )
+        factors, p99_s = parse_factors(slo_factor), self.alone_p99_s
+        return SloConfig(ttft_s=factors[0] * p99_s[0], tpot_s=factors[1] * p99_s[1])
 
 
 def with_slo(echo: EchoConfig, slo: SloConfig, **steps: Any) -> EchoConfig:
@@ -193,11 +207,12 @@ def with_slo(echo: EchoConfig, slo: SloConfig, **steps: Any) -> EchoConfig:
 
 def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
     """One row: promises kept and broken, and what the job got while online requests came."""
-    load = load_of(options, dataclasses.replace(point, setting=""))
-    slo = load.promise
-    preset, steps = SETTINGS[point.setting]
+    load = load_of(options, point.rate_rps, LOADS[point.load])
+    slo = load.promise(point.slo_factor)
+    preset, steps = SETTINGS.get(point.setting, ("echo", {}))
     echo = with_slo(load_config(CONFIGS_DIR / f"{preset}.toml"), slo, **steps)
-    records = load.run(echo, [*load.online, *load.offline])
+    lines = [] if point.setting == ALONE else load.offline
+    records = load.run(echo, [*load.online, *lines], slowness=point.slowness)
     ttft_s, tpot_s = latencies([one for one in records if one.task is Task.ONLINE])
     late, slow = ttft_s > slo.ttft_s, tpot_s > slo.tpot_s
     return {
@@ -213,9 +228,9 @@ def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def load_of(options: SlackOptions, point: Point) -> Load:
-    """Points that differ by the setting only follow each other, and share their load."""
-    return Load(options, point)
+def load_of(options: SlackOptions, rate_rps: float, pattern: Pattern) -> Load:
+    """Points of the same load follow each other, and share it."""
+    return Load(options, rate_rps, pattern)
 
 
 def _sent(rid: str, task: Task, at_s: float) -> Record:
@@ -237,10 +252,10 @@ def latencies(online: Sequence[Record]) -> tuple[Any, Any]:
 
 def points(options: SlackOptions) -> Iterator[Point]:
     for rate_rps in options.rates:
-        for slo_factor in options.slo_factors.split(";"):
-            for load in range(len(LOADS)):
-                for setting in SETTINGS:
-                    yield Point(rate_rps, slo_factor, load, setting)
+        for load in range(len(LOADS)):
+            for case in CASES:
+                for setting in (ALONE, *SETTINGS):
+                    yield Point(rate_rps, load, *case, setting)
 
 
 def totals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -255,7 +270,7 @@ def totals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-_KEY = ("rate_rps", "slo_factor", "setting")
+_KEY = ("rate_rps", "slo_factor", "slowness", "setting")
 _SUMMED = ("online", "kept", "late_first_tokens", "slow", "offline_tokens_per_s")
 
 
@@ -266,6 +281,7 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
         [
             f"{one['rate_rps']:g}",
             one["slo_factor"],
+            f"{one['slowness']:g}",
             one["setting"],
             f"{one['kept'] / one['online']:.1%}",
             str(one["late_first_tokens"]),
@@ -277,6 +293,7 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
     head = [
         "online/s",
         "x alone",
+        "slower",
         "setting",
         "kept",
         "late first tokens",
@@ -293,7 +310,8 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
             f"samples, SGLang {profile['sglang_version']}; its scatter is simulated too",
             f"- loads: {', '.join(map(str, LOADS))}; {config['options']['duration_s']:g} s each; "
             "the server is the ablation's",
-            "- promised: p99 TTFT and TPOT of the same online load alone, times `x alone`",
+            "- promised: p99 TTFT and TPOT of the same online load alone, times `x alone`; "
+            "`slower`: so many times longer steps take than when that was measured",
             "",
             *table(head, cells),
             "",
@@ -326,7 +344,9 @@ def run_all(options: SlackOptions) -> list[dict[str, Any]]:
     """Every point, in order, whatever the number of workers."""
     todo = list(points(options))
     with ProcessPoolExecutor(options.workers) as pool:
-        done = pool.map(run_point, [options] * len(todo), todo, chunksize=len(SETTINGS))
+        done = pool.map(
+            run_point, [options] * len(todo), todo, chunksize=len(CASES) * (1 + len(SETTINGS))
+        )
         return list(track(done, total=len(todo), console=Console(stderr=True)))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from echo_sgl.config import load_config
 from eval.slack_use import (
+    ALONE,
     CONFIGS_DIR,
     LOADS,
     SETTINGS,
@@ -25,9 +26,13 @@ OPTIONS = SlackOptions(rates_rps="1.5", duration_s=10.0)
 ECHO, BUDGET = "pace 0.5 (echo.toml)", "a budget (hygen.toml)"
 
 
+def point(setting: str, slowness: float = 1.0) -> Point:
+    return Point(1.5, 0, "1.2,1.1", slowness, setting)
+
+
 @pytest.fixture(scope="module")
 def rows():
-    return [run_point(OPTIONS, Point(1.5, "1.2,1.1", 0, setting)) for setting in (ECHO, BUDGET)]
+    return [run_point(OPTIONS, point(setting)) for setting in (ECHO, BUDGET)]
 
 
 def test_every_online_request_is_kept_or_broken_and_the_job_gets_on(rows):
@@ -46,7 +51,7 @@ def test_all_settings_are_held_to_the_same_promise_on_the_same_load(rows):
 
 
 def test_the_same_point_comes_out_the_same(rows):
-    assert run_point(OPTIONS, Point(1.5, "1.2,1.1", 0, ECHO)) == rows[0]
+    assert run_point(OPTIONS, point(ECHO)) == rows[0]
 
 
 def test_the_table_sums_what_was_counted(rows):
@@ -60,7 +65,13 @@ def test_the_table_sums_what_was_counted(rows):
     assert echo["online"] == 2 * rows[0]["online"] and echo["loads"] == 2
     text = summary_markdown(config, rows)
     share = rows[0]["kept"] / rows[0]["online"]
-    assert f"| 1.5 | 1.2,1.1 | {ECHO} | {share:.1%} |" in text
+    assert f"| 1.5 | 1.2,1.1 | 1 | {ECHO} | {share:.1%} |" in text
+
+
+def test_a_slower_machine_keeps_fewer_promises_and_without_a_job_there_is_none():
+    alone, slow = (run_point(OPTIONS, point(ALONE, slowness)) for slowness in (1.0, 2.0))
+    assert alone["offline_tokens_per_s"] == 0.0
+    assert slow["kept"] < alone["kept"]
 
 
 def test_online_requests_alone_lose_nothing_by_being_promised_something():
@@ -68,10 +79,10 @@ def test_online_requests_alone_lose_nothing_by_being_promised_something():
 
     Cut to the slack, online prefills waste it.
     """
-    place = next(i for i, one in enumerate(LOADS) if one.workload == "llm-d")
-    load = Load(SlackOptions(duration_s=40.0), Point(1.7, "1.2,1.1", place, ""))
+    pattern = next(one for one in LOADS if one.workload == "llm-d")
+    load = Load(SlackOptions(duration_s=40.0), 2.0, pattern)
     echo = load_config(CONFIGS_DIR / "echo.toml")
-    slo = load.promise
+    slo = load.promise("1.2,1.1")
 
     def kept(**steps: str) -> float:
         ttft_s, tpot_s = latencies(load.run(with_slo(echo, slo, **steps), load.online))
@@ -89,7 +100,6 @@ def test_every_setting_is_one_that_the_config_allows():
     ("argv", "said"),
     [
         (["--rates-rps", "1,none"], "--rates-rps holds 'none'; allowed are numbers above 0"),
-        (["--slo-factors", "1.5;0.9"], "--slo-factor is '0.9'; give one number of 1 or more"),
         (["--profile", "nowhere.json"], "nowhere.json"),
     ],
 )
