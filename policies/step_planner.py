@@ -142,18 +142,18 @@ class StepPlanner:
         if not self.is_limited or not self._is_known:
             return last_was_prefill and not online_prefill_waits
         if online_prefill_waits:
-            return last_was_prefill and self._must_go_on(cached_tokens)
+            return last_was_prefill and self._decodes_are_due(cached_tokens)
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
         return last_was_prefill or not self._smallest_chunk_fits(
             self.limit_s - self.view.alone_s, cached_tokens
         )
 
-    def _must_go_on(self, cached_tokens: int) -> bool:
+    def _decodes_are_due(self, cached_tokens: int) -> bool:
         """Whether online decodes go before the next chunk of an online prefill."""
-        limit, room_s = self.limit, self.limit.chunk_limit_s(self.view)
-        if limit.holds_for_each_step:
+        if self.limit.holds_for_each_step:
             return True
-        if limit.cuts_online_chunks:
+        room_s = self.limit.chunk_limit_s(self.view)
+        if self.limit.cuts_online_chunks:
             return not self._smallest_chunk_fits(room_s, cached_tokens)
         return room_s <= 0.0
 
@@ -188,8 +188,10 @@ class StepPlanner:
         If the limit cuts it, as long as what online decodes have left, unless its own first
         token is more urgent.
         """
+        if not self.limit.cuts_online_chunks or not self._is_known:
+            return max_tokens
         limit_s = self.limit.chunk_limit_s(self.view)
-        if not self.limit.cuts_online_chunks or math.isinf(limit_s) or not self._is_known:
+        if math.isinf(limit_s):
             return max_tokens
         tokens = longest_prefill(
             self.estimator.upper,
