@@ -145,6 +145,12 @@ def test_after_a_burst_a_job_of_large_requests_goes_on_one_at_a_time(reserving_s
     wait_until(
         lambda: metric(server, "echo_sgl_held_back_total") > before, "the others waited for the one"
     )
+    assert metric(server, "echo_sgl_reserve_tokens", task="online") > 6000
+    assert post(server, "/echo/forget-traffic", {}).status_code == 200
+    wait_until(
+        lambda: metric(server, "echo_sgl_reserve_tokens", task="online") <= 6000,
+        "forgotten traffic leaves the smallest reserve",
+    )
 
 
 def test_a_reserve_above_the_pool_stops_the_server_with_the_reason(server_for, write_config):
