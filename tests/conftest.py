@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from eval.models import demo_model
 from eval.server import Server
 from tests.engine.traffic import send_all, texts
 from tests.servers import COMMON_ARGS, NAMED, STRICT, ServerPool, max_alive_servers
+
+# Every run draws the same examples, so that what fails today failed when it was written; new ones
+# are looked for with `pytest --hypothesis-profile explore`. A limit on an example's time would
+# measure the machine.
+settings.register_profile("same-examples", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("same-examples")
 
 # Modules that share servers go to one worker, and so do the tests of any other module. What
 # takes longest comes first, so that no worker is left alone with it at the end.

@@ -123,7 +123,8 @@ def quantile(buckets: Mapping[float, float], share: float) -> float:
         if buckets[bound] >= wanted and buckets[bound] > below:
             if math.isinf(bound):
                 return low
-            return low + (bound - low) * (wanted - below) / (buckets[bound] - below)
+            within = low + (bound - low) * (wanted - below) / (buckets[bound] - below)
+            return min(within, bound)  # rounding may lead out of the bucket
         low, below = bound, buckets[bound]
     return low
 

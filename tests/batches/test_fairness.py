@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batches.fairness import Applicant, JobLoad, choose_active, choose_job, laxity_s
@@ -126,7 +126,6 @@ LOADS = st.builds(
 MANY_LOADS = st.lists(LOADS, min_size=1, unique_by=lambda load: load.number)
 
 
-@settings(deadline=None)
 @given(MANY_LOADS, st.floats(0, DAY_S))
 def test_the_choice_is_one_of_the_jobs_and_does_not_depend_on_their_order(
     loads: list[JobLoad], now_s: float
@@ -136,7 +135,6 @@ def test_the_choice_is_one_of_the_jobs_and_does_not_depend_on_their_order(
     assert choose_job(loads[::-1], now_s, 5.0) == chosen
 
 
-@settings(deadline=None)
 @given(MANY_LOADS, st.floats(0, DAY_S))
 def test_only_a_job_that_can_be_in_time_goes_before_its_turn(
     loads: list[JobLoad], now_s: float
@@ -146,7 +144,6 @@ def test_only_a_job_that_can_be_in_time_goes_before_its_turn(
         assert 0 <= laxity_s(chosen, now_s, 5.0) < 300
 
 
-@settings(deadline=None)
 @given(MANY_LOADS, st.sets(st.integers(1, 99)), st.integers(1, 16), st.floats(0, DAY_S))
 def test_places_are_all_given_every_tenant_has_one_and_whoever_has_one_keeps_it(
     loads: list[JobLoad], active: set[int], max_jobs: int, now_s: float

@@ -151,7 +151,7 @@ def test_forms_that_are_none_are_refused_with_a_reason_and_leave_nothing(tmp_pat
 
 
 @given(st.binary(max_size=3000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_are_a_usable_line_or_a_line_error(raw: bytes) -> None:
     try:
         prefix_key(parse_line(raw))
@@ -194,7 +194,6 @@ FIELDS = st.fixed_dictionaries(
 @given(st.lists(FIELDS, max_size=6), st.binary(max_size=40))
 @settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_file_is_checked_to_a_report(
@@ -225,7 +224,6 @@ IDS = st.text(max_size=60).map(lambda text: urllib.parse.quote(text, safe="")) |
 @given(bodies=st.lists(NAMED | VALUES, max_size=8), ids=st.lists(IDS, max_size=6), after=st.text())
 @settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_request_is_answered_in_openais_envelope(

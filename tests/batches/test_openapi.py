@@ -34,7 +34,6 @@ OPERATIONS = (
 BOUNDED = settings(
     max_examples=NUM_CASES,
     database=None,
-    deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

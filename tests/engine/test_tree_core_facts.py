@@ -237,7 +237,6 @@ def test_facts_and_places_are_exact_after_every_change(machine: type[TreeFacts])
     case.settings = settings(
         max_examples=12,
         stateful_step_count=25,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     case.runTest()

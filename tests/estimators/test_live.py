@@ -208,7 +208,7 @@ def test_memory_is_bounded():
 
 
 @given(batches, st.sampled_from(NAMES), st.integers(0, 200))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_answers_are_finite_and_never_negative_once_there_is_a_model(batch, name, num_steps):
     live = LiveBatchTime(true_model(name))
     play(live, true_model(name), num_steps, noise=0.5)

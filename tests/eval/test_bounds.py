@@ -64,7 +64,7 @@ def lru_hits(given: list[tuple[int, ...]], capacity: int) -> int:
     return hits
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(prompts, st.integers(0, 8), st.integers(0, 2))
 def test_belady_finds_as_much_as_the_best_of_all_choices(
     given: list[tuple[int, ...]], spare: int, answer_tokens: int

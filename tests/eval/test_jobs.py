@@ -178,7 +178,7 @@ def test_shuffling_is_by_seed_and_loses_no_line() -> None:
     assert sorted(line["custom_id"] for line in shuffled(lines, 1)) == sorted(map(str, range(50)))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(index=st.integers(0, 5000), num_tokens=st.integers(1, 600))
 def test_a_synthetic_text_has_exactly_the_asked_tokens(
     texts: SyntheticText, tokenizer: Tokenizer, index: int, num_tokens: int
@@ -210,7 +210,7 @@ def test_a_shared_start_longer_than_the_text_is_refused(texts: SyntheticText) ->
         texts.text(0, 5, shared_start=texts.text(1, 30))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=200), max_tokens=st.integers(1, 100))
 def test_a_cut_text_is_a_start_of_the_whole(
     tokenizer: Tokenizer, text: str, max_tokens: int

@@ -75,7 +75,7 @@ class CheckedFleet(Fleet):
         super()._run(place, step)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(cases())
 def test_every_request_ends_once_with_all_its_tokens_and_leaves_no_memory(
     case: tuple[FleetConfig, Trace, Trace],
@@ -93,7 +93,7 @@ def test_every_request_ends_once_with_all_its_tokens_and_leaves_no_memory(
         assert not (place.inbox or place.inbound or place.parked or place.suspended)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases())
 def test_the_same_fleet_does_the_same_to_the_last_bit(
     case: tuple[FleetConfig, Trace, Trace],
@@ -101,7 +101,7 @@ def test_the_same_fleet_does_the_same_to_the_last_bit(
     assert simulate_fleet(*case) == simulate_fleet(*case)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases())
 def test_no_token_comes_before_its_request_its_step_or_its_transfer(
     case: tuple[FleetConfig, Trace, Trace],
@@ -133,7 +133,7 @@ class Recorder(Fleet):
         super()._note_ended(request, now_s)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(), st.integers(1, 200))
 def test_no_rule_knows_how_long_an_answer_will_be(
     case: tuple[FleetConfig, Trace, Trace], longer: int

@@ -98,7 +98,7 @@ class CheckedServer(SimServer):
         return [*scheduler.online, *scheduler.offline, *scheduler.parked.values(), *chunked]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_requests_and_pages_are_conserved_and_time_never_goes_back(
     case: tuple[ServerConfig, Trace, Trace],
@@ -114,14 +114,14 @@ def test_requests_and_pages_are_conserved_and_time_never_goes_back(
     assert scheduler.kv.free_tokens + scheduler.tree.num_tokens == scheduler.kv.capacity_tokens
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases())
 def test_the_same_seed_gives_the_same_bytes(case: tuple[ServerConfig, Trace, Trace]) -> None:
     config, online, offline = case
     assert simulate(config, online, offline) == simulate(config, online, offline)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases())
 def test_no_token_comes_before_its_request_or_its_step(
     case: tuple[ServerConfig, Trace, Trace],
@@ -154,7 +154,7 @@ class Recorder(SimServer):
             self.steps.append((now_s, self._plan.row))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases(), st.integers(1, 400))
 def test_no_decision_knows_how_long_an_answer_will_be(
     case: tuple[ServerConfig, Trace, Trace], longer: int

@@ -104,7 +104,7 @@ def test_parking_takes_the_last_block_and_retracting_takes_all() -> None:
     assert left == {Layout.PARK: (16, 4, 4), Layout.RETRACT: (0, 20, 20)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(list(Layout)),
     st.sampled_from([1, 4, 16]),
