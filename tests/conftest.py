@@ -58,6 +58,7 @@ SERVERS = (
     "unreserved_server",
     "cramped_server",
     "small_server",
+    "doomed_server",
 )
 
 

@@ -29,6 +29,12 @@ def small_server(server_for: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture
+def doomed_server(server_for: Callable[..., Server]) -> Server:
+    """The small server, for a test that ends it: whoever else needs it goes before."""
+    return server_for((*SMALL, *NAMED))
+
+
+@pytest.fixture
 def cli() -> Iterator[StartCli]:
     """Start commands that are sure to be gone after the test."""
     started: list[subprocess.Popen[str]] = []

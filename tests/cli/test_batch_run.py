@@ -209,25 +209,25 @@ def test_a_wrong_api_key_ends_with_code_2_and_nothing_written(
 
 @pytest.mark.server
 def test_a_server_that_dies_half_way_is_waited_for_and_the_job_completes(
-    small_server: Server, cli: StartCli, jobs: Path, output: Path, tiny_model: Path
+    doomed_server: Server, cli: StartCli, jobs: Path, output: Path, tiny_model: Path
 ) -> None:
     write_job(jobs, [completion_line(f"{index}", max_tokens=16) for index in range(30)])
-    options = ("--url", small_server.url, "--no-flex", "--window", "2", "--api-key", "secret")
+    options = ("--url", doomed_server.url, "--no-flex", "--window", "2", "--api-key", "secret")
     running = cli("batch", "run", jobs, "--output", output, *options, "--json")
     wait_until(lambda: num_lines(output) >= 5, "five lines in the output")
-    os.killpg(small_server.process.pid, signal.SIGKILL)
-    small_server.process.wait()
+    os.killpg(doomed_server.process.pid, signal.SIGKILL)
+    doomed_server.process.wait()
     assert 5 <= num_lines(output) < 30
     late = output.with_name("late.jsonl")
     started_late = cli("batch", "run", jobs, "--output", late, *options)
-    command = small_server.process.args
+    command = doomed_server.process.args
     assert isinstance(command, list)
     end_of_port = command.index("--port") + 2
     port, args = command[end_of_port - 1], command[end_of_port:]
     again = start_server(
         tiny_model,
         (*args, "--port", port),  # the last of two equal options holds
-        log_path=small_server.log_path.with_suffix(".again.log"),
+        log_path=doomed_server.log_path.with_suffix(".again.log"),
     )
     try:
         stdout, stderr = running.communicate(timeout=600)
@@ -244,7 +244,7 @@ def test_a_server_that_dies_half_way_is_waited_for_and_the_job_completes(
     assert "waiting for it" in stderr
     assert started_late.returncode == 0, late_stderr
     assert sorted(names(late), key=int) == everything
-    assert f"no server is ready at {small_server.url}" in late_stderr
+    assert f"no server is ready at {doomed_server.url}" in late_stderr
 
 
 def test_a_server_that_is_not_there_is_waited_for_until_interrupted(
