@@ -134,13 +134,19 @@ def check_nothing_is_held(server: Server) -> dict[str, float]:
         time.sleep(1)
     if server.process.poll() is not None:
         raise RuntimeError("the server ended; its log says why")
-    held = {
+    # The gauges are refreshed once a second.
+    while any((held := _held(server)).values()):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"after a flush of an idle server these are not 0: {held}")
+        time.sleep(1)
+    return held
+
+
+def _held(server: Server) -> dict[str, float]:
+    return {
         name: sample(server, name)
         for name in ("sglang:num_used_tokens", "echo_sgl_pool_requests", "echo_sgl_cached_tokens")
     }
-    if any(held.values()):
-        raise RuntimeError(f"after a flush of an idle server these are not 0: {held}")
-    return held
 
 
 def main(argv: list[str]) -> None:
