@@ -91,7 +91,13 @@ EXPERIMENTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "offline": ("jobs about long documents alone, on a pool that holds a fifth of them", {}),
     "overlap": (
         "the same beside conversations: each class alone and both together",
-        {"arms": "psm,psm-lru,psm-echo,psm-next-use", "jobs": "qmsum"},
+        # With a smaller model the job would be through before the conversations have begun.
+        {
+            "arms": "psm,psm-lru,psm-echo,psm-next-use",
+            "jobs": "qmsum",
+            "size": "small",
+            "repetitions": 2,
+        },
     ),
     "burst": (
         "online traffic that comes faster for a while, with a reserve for it and without",
