@@ -1,10 +1,9 @@
 """What Echo's own code costs a step of the real scheduler with 50,000 pooled and 64 running.
 
 A server plans steps under promises while online requests decode beside the job; every step's
-own time comes from `GET /echo/trace`. Nothing of SGLang's is the counterpart, so the share of
-the step's time stands in the place of a ratio. The model has one thread: with more, on two
-cores, the HTTP processes take the scheduler's core from it, which it has to itself where a GPU
-runs the model.
+own time, CPU time of the scheduler's thread, comes from `GET /echo/trace`. Nothing of SGLang's
+is the counterpart, so the share of the step's time stands in the place of a ratio. The model has
+one thread: with more, on two cores, it would leave none to the HTTP processes.
 """
 
 from __future__ import annotations

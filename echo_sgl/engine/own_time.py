@@ -10,9 +10,11 @@ CAPACITY = 4096
 
 
 class OwnTime:
-    """Adds up what is done inside `with own_time:` between two steps, in seconds.
+    """Adds up what is done inside `with own_time:` between two steps, in seconds of this thread.
 
-    Iterations of the scheduler's loop that run nothing are not steps and leave no value.
+    What other processes take of the core meanwhile is not counted: it may hit any code, and says
+    how many cores there are, not what ours costs. Iterations of the scheduler's loop that run
+    nothing are not steps and leave no value.
     """
 
     def __init__(self) -> None:
@@ -20,7 +22,7 @@ class OwnTime:
         self._sum_s = self._start_s = 0.0
 
     def __enter__(self) -> None:
-        self._start_s = time.perf_counter()
+        self._start_s = time.thread_time()
 
     def __exit__(
         self,
@@ -28,7 +30,7 @@ class OwnTime:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._sum_s += time.perf_counter() - self._start_s
+        self._sum_s += time.thread_time() - self._start_s
 
     def begin_iteration(self) -> None:
         self._sum_s = 0.0

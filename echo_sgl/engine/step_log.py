@@ -15,7 +15,7 @@ DEFAULT_CAPACITY = 20_000
 class StepNote:
     """One step. Times in seconds on the step clock; `time_s` is None until it was measured.
 
-    `own_s` is what Echo's own code took in the scheduler.
+    `own_s` is the CPU time that Echo's own code took in the scheduler.
     `limit_s` and `slack_s` are infinite where nothing limited the step. `num_parked` and
     `num_pooled` are how many sit out and wait; the counts after them go on from the start of
     the scheduler, so that two steps tell what happened between them.

@@ -63,7 +63,7 @@ class StepMetrics:
         ).labels(Task.ONLINE)
         self._overhead_s = Histogram(
             "echo_sgl_planning_seconds",
-            "Echo's own time in the scheduler, one value per step.",
+            "CPU time of Echo's own code in the scheduler, one value per step.",
             ["task"],
             buckets=OVERHEAD_BUCKETS_S,
         ).labels(Task.OFFLINE)
