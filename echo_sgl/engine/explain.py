@@ -8,9 +8,10 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from echo_sgl.engine.offline_pool import MAX_OFFERED
 from echo_sgl.engine.refusals import Reason, Refusal
+from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import terms_of
+from echo_sgl.policies.offer_size import MAX_OFFERED
 
 if TYPE_CHECKING:
     from echo_sgl.engine.scheduler import EchoScheduler
@@ -120,7 +121,7 @@ def _pooled(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
     place = next((i for i, other in enumerate(upcoming) if other is req), None)
     num_before = num_first + (MAX_WALKED if place is None else place)
     return {
-        "position": _position(place),
+        "position": _position(place, scheduler),
         "num_pooled": len(scheduler.offline_pool),
         "held_back": held_back(
             req.rid, _refusal(scheduler), num_before=num_before, is_exact=place is not None
@@ -128,11 +129,12 @@ def _pooled(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
     }
 
 
-def _position(place: int | None) -> str:
-    """`next`, `offered` (each pass looks at it), or `later`."""
+def _position(place: int | None, scheduler: EchoScheduler) -> str:
+    """`next`, `offered` (a pass with free slots looks at it now), or `later`."""
     if place == 0:
         return "next"
-    return "offered" if place is not None and place < MAX_OFFERED else "later"
+    most = scheduler.offer_size.limit(MAX_OFFERED, active_config().steps.candidates)
+    return "offered" if place is not None and place < most else "later"
 
 
 def _waiting(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:

@@ -14,9 +14,6 @@ from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
 from echo_sgl.types import PendingRequest
 
-# Enough to fill any prefill step whose prompts are mostly cached, and a constant per step.
-MAX_OFFERED = 64
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Waiting(PendingRequest):

@@ -34,7 +34,7 @@ from echo_sgl.engine.install import describe_active
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
-from echo_sgl.engine.offline_pool import MAX_OFFERED, OfflinePool
+from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.engine.pool_intake import PoolIntake
 from echo_sgl.engine.questions import answer_question, obey
 from echo_sgl.engine.recording import RecordingLog
@@ -45,6 +45,7 @@ from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.step_timing import install_step_timer
 from echo_sgl.engine.weighing import Weighing
 from echo_sgl.policies.deadline_order import DeadlineOrder
+from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.offline_order import create_offline_order
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class EchoScheduler(PoolIntake):
         )
         self.deadline_watch = DeadlineWatch(order)
         self.offline_pool = OfflinePool(order, self.offline_config.max_pool_requests)
+        self.offer_size = OfferSize()
         self._parked_chunks: list[Req] = []
         self.recording = RecordingLog()
 
@@ -317,9 +319,8 @@ class EchoScheduler(PoolIntake):
 
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""
-        # No more can start than there are slots; a few more are there to choose from.
         num_free = max(0, self.get_num_allocatable_reqs(len(running_batch.reqs)))
-        limit = min(MAX_OFFERED, num_free + active_config().steps.candidates)
+        limit = self.offer_size.limit(num_free, active_config().steps.candidates)
         if self.offline_config.max_running_requests:
             running = self._num_offline(running_batch)
             most = self.offline_config.max_running_requests
@@ -338,6 +339,7 @@ class EchoScheduler(PoolIntake):
         for req in started:
             self.offline_pool.take(req)
         if offered:
+            self.offer_size.note(len(started))
             self.waiting_queue = [req for req in self.waiting_queue if req not in offered]
         for req in self._parked_chunks:
             self.step_control.counts.num_prefill_parks += 1

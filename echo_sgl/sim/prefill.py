@@ -13,8 +13,8 @@ from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, rank
 from echo_sgl.sim.scheduler import SimScheduler, StepPlan
 from echo_sgl.sim.workload import SimRequest
 
-# As in the engine: see `offline_pool.MAX_OFFERED`, `weighing` and `admission`.
-MAX_OFFERED, MAX_PASSED_OVER, MIN_SHARED_TOKENS = 64, 8, 32
+# As in the engine: see `weighing` and `admission`.
+MAX_PASSED_OVER, MIN_SHARED_TOKENS = 8, 32
 
 
 class Verdict(Enum):
@@ -51,8 +51,9 @@ class PrefillPass:
         offered = [] if was_full else self._offer()
         if scheduler.chunked is not None:
             self._add_chunk_of(scheduler.chunked)
-        if self._add_online() and offered:
-            self._add_offline_of(offered)
+        num_started = self._add_offline_of(offered) if self._add_online() else 0
+        if offered:
+            scheduler.offer_size.note(num_started)
         if set_aside is not None:
             scheduler.pool.add(set_aside, resumed=True)
         if not self._prefills:
@@ -75,7 +76,7 @@ class PrefillPass:
         if not len(scheduler.pool):
             return []
         steps, offline = scheduler.config.echo.steps, scheduler.config.echo.offline
-        limit = min(MAX_OFFERED, self._free_slots() + steps.candidates)
+        limit = scheduler.offer_size.limit(self._free_slots(), steps.candidates)
         if offline.max_running_requests:
             limit = min(limit, offline.max_running_requests - scheduler.num_offline)
         offered = scheduler.pool.upcoming(max(0, limit))
@@ -165,19 +166,20 @@ class PrefillPass:
 
     # ---- offline ---------------------------------------------------------------------------
 
-    def _add_offline_of(self, offered: list[SimRequest]) -> None:
-        for request in offered:
-            if self._scheduler.chunked is not None or self._budget() <= 0:
-                return
-            if self._free_slots() <= 0:
-                self._scheduler.is_full = True
-                return
-            verdict = self._try_add(request)
+    def _add_offline_of(self, offered: list[SimRequest]) -> int:
+        """Start them in their order until one is refused; how many started."""
+        scheduler = self._scheduler
+        for num_started, request in enumerate(offered):
+            if scheduler.chunked is not None or self._budget() <= 0:
+                return num_started
+            is_full = self._free_slots() <= 0
+            verdict = Verdict.REFUSED if is_full else self._try_add(request)
             if verdict is not Verdict.ADDED:
-                is_full = verdict is Verdict.NO_MEMORY
-                self._scheduler.is_full = self._scheduler.is_full or is_full
-                return
-            self._scheduler.pool.take(request)
+                is_full = is_full or verdict is Verdict.NO_MEMORY
+                scheduler.is_full = scheduler.is_full or is_full
+                return num_started
+            scheduler.pool.take(request)
+        return len(offered)
 
     def _is_held_back(self, request: SimRequest) -> bool:
         """Whether the reserve keeps an offline request from starting."""

@@ -17,6 +17,7 @@ from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
+from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
 from echo_sgl.policies.step_limit import StepLimit, create_step_limit
@@ -115,6 +116,7 @@ class SimScheduler:
         self.launched: list[SimRequest] = []
         self.is_full = self.last_was_prefill = False
         self.new_token_ratio = NewTokenRatio(self.config.schedule_conservativeness)
+        self.offer_size = OfferSize()
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -377,7 +379,7 @@ class SimScheduler:
         return Decode(
             rid=request.rid,
             context_tokens=request.seq_tokens,
-            uncached_tokens=_uncached_tokens(request),
+            uncached_tokens=request.uncached_tokens,
             waiting_since_s=request.waiting_since_s,
             laxity_s=self.pool.laxity_s(request, self.now_s),
             is_running=is_running,
@@ -386,7 +388,7 @@ class SimScheduler:
 
 
 def _holder(request: SimRequest, *, is_parked: bool) -> Holder:
-    tokens = _uncached_tokens(request)
+    tokens = request.uncached_tokens
     return Holder(
         rid=request.rid,
         is_parked=is_parked,
@@ -394,7 +396,3 @@ def _holder(request: SimRequest, *, is_parked: bool) -> Holder:
         held_tokens=tokens,
         started_sequence=request.sequence,
     )
-
-
-def _uncached_tokens(request: SimRequest) -> int:
-    return max(0, request.seq_tokens - request.protected_tokens)

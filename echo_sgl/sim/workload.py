@@ -109,6 +109,11 @@ class SimRequest:
         return self.prompt_tokens + self.num_outputs
 
     @property
+    def uncached_tokens(self) -> int:
+        """Tokens whose KV only this request holds: they are computed again if it is lost."""
+        return max(0, self.seq_tokens - self.protected_tokens)
+
+    @property
     def held_tokens(self) -> int:
         """Tokens whose KV exists; that of the last generated one is yet to be computed."""
         return self.seq_tokens - 1 if self.group is not None else self.computed_tokens

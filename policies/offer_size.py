@@ -1,0 +1,35 @@
+"""How many offline requests a prefill pass is offered."""
+
+from __future__ import annotations
+
+import math
+
+# Enough to fill any prefill step whose prompts are mostly cached, and a constant per step.
+MAX_OFFERED = 64
+# A pass that starts none moves what is expected a sixteenth of the way.
+PASSES = 16
+
+
+class OfferSize:
+    """Twice as many as passes start lately, so that a pass costs what it starts, not what waits.
+
+    Each request that is offered is looked up in the order, handed to SGLang and taken back. A
+    pass that starts more than was expected is believed at once, so with many free slots the
+    offers double from pass to pass; one that starts fewer lowers what is expected slowly.
+
+    Source: ours. Units: requests. Deterministic: every rank sees the same passes.
+    """
+
+    def __init__(self, most: int = MAX_OFFERED) -> None:
+        self._most = most
+        self._expected = float(most)
+
+    def limit(self, num_free: int, num_candidates: int) -> int:
+        """How many to offer with so many free slots, a few more being there to choose from."""
+        wanted = math.ceil(2 * max(1.0, self._expected))
+        return min(self._most, max(0, min(num_free, wanted)) + num_candidates)
+
+    def note(self, num_started: int) -> None:
+        """A pass with offers started so many of them."""
+        behind = num_started - self._expected
+        self._expected += behind if behind > 0 else behind / PASSES

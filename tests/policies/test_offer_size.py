@@ -1,0 +1,51 @@
+"""Offers follow what passes start: down slowly, up at once, within the bounds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.policies.offer_size import MAX_OFFERED, OfferSize
+
+
+def test_the_first_passes_are_offered_all_that_could_start() -> None:
+    assert OfferSize().limit(20, 8) == 28
+    assert OfferSize().limit(200, 8) == MAX_OFFERED
+
+
+def test_passes_that_start_few_are_offered_few() -> None:
+    size = OfferSize()
+    for _ in range(200):
+        size.note(1)
+    assert size.limit(50, 8) == 3 + 8  # 2 x a bit more than 1
+    assert size.limit(0, 8) == 8  # only to choose from, for a slot that somebody gives up
+
+
+def test_free_slots_are_filled_by_offers_that_double() -> None:
+    size, num_free, passes = OfferSize(), 60, 0
+    for _ in range(500):
+        size.note(0)
+    while num_free:
+        started = min(num_free, size.limit(num_free, 0))
+        size.note(started)
+        num_free -= started
+        passes += 1
+    assert passes <= 5  # 2, 4, 8, 16 and the rest
+
+
+@given(
+    started=st.lists(st.integers(0, 64), max_size=60),
+    num_free=st.integers(-5, 500),
+    num_candidates=st.integers(0, 100),
+)
+def test_offers_stay_within_free_slots_and_the_most(
+    started: list[int], num_free: int, num_candidates: int
+) -> None:
+    size = OfferSize()
+    for one in started:
+        size.note(one)
+    limit = size.limit(num_free, num_candidates)
+    assert min(MAX_OFFERED, num_candidates) <= limit <= MAX_OFFERED
+    assert limit <= max(0, num_free) + num_candidates
+    if started and num_free >= 2 * started[-1]:  # the last pass can repeat itself, twice over
+        assert limit >= min(MAX_OFFERED, 2 * started[-1] + num_candidates)
