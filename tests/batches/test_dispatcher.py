@@ -86,6 +86,8 @@ def test_ranges_are_given_back_although_the_connection_was_lost_when_they_were(
         stub.model.opened.clear()
         batch = await stub.create(job(["hello"] * 20))
         await until(async_(lambda: stub.model.num_running == 4))
+        # Those in the engine are recorded; what is given back is what was claimed beside them.
+        await until(async_(lambda: have_claimed_ahead(made[0])))
         await change(stub, batch.id, "pause")
         await until(async_(lambda: are_dropped(made[0])))
         stub.model.opened.set()
@@ -204,6 +206,11 @@ def test_a_resumed_batch_goes_on_while_its_last_line_is_still_in_the_engine(
 def are_dropped(dispatcher: Dispatcher) -> bool:
     """Whether it has seen that none of its jobs is to go on now."""
     return all(job.is_dropped for job in dispatcher._table.jobs.values())
+
+
+def have_claimed_ahead(dispatcher: Dispatcher) -> bool:
+    """Whether each of its jobs has lines that wait for the window."""
+    return all(job.pending for job in dispatcher._table.jobs.values())
 
 
 def num_done(batch: Any) -> int:
