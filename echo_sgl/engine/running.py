@@ -1,4 +1,4 @@
-"""The running requests: looked up when they come, counted on from then.
+"""The running requests: looked up when somebody comes or goes, counted on in between.
 
 A step that decodes gives each of them one token more, so their sums and the first due time
 follow from those before. To look 64 requests up takes as long as all else that plans a step:
@@ -9,31 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from sglang.srt.managers.schedule_batch import Req
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
-from echo_sgl.engine.terms import RequestTerms, terms_of
+from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.step_planner import Contexts
-
-
-class _Member(NamedTuple):
-    """A running request, its length and due time less what all have grown since the first.
-
-    `is_online`: None for one that ends and counts for neither class. `tpot_s`: None before its
-    first token, when nobody knows what is due after it; it comes without a step of its own.
-    """
-
-    tokens: int
-    is_online: bool | None
-    due_s: float = math.inf
-    tpot_s: float | None = math.inf
-
-    @property
-    def grows(self) -> bool:
-        """Whether each step from here on gives it one token, and nothing else changes."""
-        return self.is_online is not None and self.tpot_s is not None
 
 
 class Running:
@@ -45,9 +26,8 @@ class Running:
 
     __slots__ = (
         "_all",
-        "_grown_tokens",
+        "_first_tokens",
         "_is_outdated",
-        "_members",
         "_num_reqs",
         "_offline",
         "_online",
@@ -57,51 +37,46 @@ class Running:
         "online",
     )
 
-    def __init__(
-        self,
-        reqs: Sequence[Req],
-        now_s: float,
-        known: dict[Req, _Member] | None = None,
-        grown_tokens: int = 0,
-    ) -> None:
-        self._reqs, self._num_reqs, self._grown_tokens = reqs, len(reqs), grown_tokens
-        known = known or {}
-        members = [known.get(req) or _look_up(req, now_s, grown_tokens) for req in reqs]
-        self._members = {
-            req: member for req, member in zip(reqs, members, strict=True) if member.grows
-        }
-        self._is_outdated = len(self._members) < len(reqs)
-        online = [one for one in members if one.is_online]
-        self._all = _contexts(members, grown_tokens)
-        self._online = _contexts(online, grown_tokens)
-        self._offline = _contexts([one for one in members if one.is_online is False], grown_tokens)
+    def __init__(self, reqs: Sequence[Req], now_s: float) -> None:
+        self._reqs, self._num_reqs, self._is_outdated = reqs, len(reqs), False
+        lengths = [req.seqlen for req in reqs]
+        self._first_tokens = lengths[0] if lengths else 0
+        self._all = Contexts.of(lengths)
+        online, offline, due_s, tpots_s = [], [], math.inf, set()
+        for req, num_tokens in zip(reqs, lengths, strict=True):
+            terms = terms_of(req, now_s)
+            if terms.is_offline:
+                if may_sit_out(req):
+                    offline.append(num_tokens)
+            elif not req.finished():
+                num_outputs = len(req.output_ids)
+                if num_outputs and terms.first_token_s is None:
+                    terms.first_token_s = now_s
+                online.append(num_tokens)
+                due_s = min(due_s, terms.due_s(num_outputs))
+                # What is due after a first token is not known before it.
+                tpots_s.add(terms.promise.tpot_s if num_outputs else None)
+        self._online, self._offline = Contexts.of(online), Contexts.of(offline)
         self.online = _shape(self._online)
-        due_s = (_later_s(one.due_s, grown_tokens, one.tpot_s) for one in online)
-        self.decode_due_s = min(due_s, default=math.inf)
+        self.decode_due_s = due_s
         # Of several promises, another may be due first after some steps.
-        tpots_s = {one.tpot_s for one in online}
         self._tpot_s = next(iter(tpots_s), math.inf) if len(tpots_s) < 2 else None
 
-    def outdate(self, req: Req) -> None:
-        """It ended, or may have, or sat out: what is known of it no longer holds."""
-        self._members.pop(req, None)
+    def outdate(self) -> None:
+        """One of them ended, or may have."""
         self._is_outdated = True
 
     def at(self, reqs: Sequence[Req], now_s: float) -> Running:
-        """Who decodes now: these counted on, and whoever else is there looked up."""
-        stayed = next((req for req in reqs if req in self._members), None)
-        if stayed is None:
-            return Running(reqs, now_s)
-        grown = stayed.seqlen - self._members[stayed].tokens - self._grown_tokens
+        """Who decodes now: these counted on if nobody came or went since, else looked up."""
         if self._tpot_s is None or self._is_outdated or not self._are(reqs):
-            return Running(reqs, now_s, self._members, self._grown_tokens + grown)
-        if grown:
+            return Running(reqs, now_s)
+        if self._num_reqs and (grown := reqs[0].seqlen - self._first_tokens):
             self._grow(grown, self._tpot_s)
         return self
 
     def _grow(self, tokens: int, tpot_s: float) -> None:
         """Each of them has so many tokens more."""
-        self._grown_tokens += tokens
+        self._first_tokens += tokens
         self._all, self._offline = self._all.longer(tokens), self._offline.longer(tokens)
         if self._online.num:
             self._online = self._online.longer(tokens)
@@ -122,31 +97,6 @@ class Running:
 
     def _are(self, reqs: Sequence[Req]) -> bool:
         return reqs is self._reqs and len(reqs) == self._num_reqs
-
-
-def _look_up(req: Req, now_s: float, grown_tokens: int) -> _Member:
-    terms: RequestTerms = terms_of(req, now_s)
-    tokens = req.seqlen - grown_tokens
-    num_outputs = len(req.output_ids)
-    if terms.is_offline:
-        is_online = False if may_sit_out(req) else None
-        return _Member(tokens, is_online, tpot_s=math.inf if num_outputs else None)
-    if req.finished():
-        return _Member(tokens, None)
-    if num_outputs and terms.first_token_s is None:
-        terms.first_token_s = now_s
-    tpot_s = terms.promise.tpot_s if num_outputs else None
-    due_s = _later_s(terms.due_s(num_outputs), -grown_tokens, tpot_s)
-    return _Member(tokens, True, due_s, tpot_s)
-
-
-def _later_s(due_s: float, tokens: int, tpot_s: float | None) -> float:
-    """So many tokens on; no tokens of infinite time each would not be a number."""
-    return due_s if tpot_s is None or math.isinf(tpot_s) else due_s + tokens * tpot_s
-
-
-def _contexts(members: Sequence[_Member], grown_tokens: int) -> Contexts:
-    return Contexts.of([member.tokens for member in members]).longer(grown_tokens)
 
 
 def _shape(contexts: Contexts) -> BatchShape:

@@ -237,7 +237,7 @@ class StepControl:
 
     def note_end(self, req: Req) -> None:
         """A request ended: was its promise kept?"""
-        self._running.outdate(req)
+        self._running.outdate()
         terms = terms_of(req, self._now_s)
         if not terms.is_offline and req.output_ids:
             self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))
@@ -260,7 +260,6 @@ class StepControl:
         victim = next((req for req in running if req.rid == rid), None)
         if victim is None:
             return self.parked.retract(rid)
-        self._running.outdate(victim)
         retract(batch, victim, num_decoding=len(batch.reqs) - 1)
         return victim
 
@@ -312,7 +311,6 @@ class StepControl:
         self.parked.park(batch, [i for i, req in enumerate(batch.reqs) if req.rid in rids])
         self.counts.num_parks += len(leaving)
         for req in leaving:
-            self._running.outdate(req)
             terms: RequestTerms = terms_of(req)
             terms.waiting_since_s = self._now_s
 

@@ -54,7 +54,7 @@ def step(reqs: list[Any]) -> None:
 @pytest.mark.parametrize("promises", [[PROMISE], [PROMISE, Promise(0.5, 0.02)]])
 def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> None:
     rng = random.Random(0)
-    running, reqs, parked = Running((), 0.0), [], []
+    running, reqs = Running((), 0.0), []
     for number in range(400):
         now_s = 0.05 * number
         if rng.random() < 0.3:  # somebody comes, as SGLang's batches take them in: a new list
@@ -65,15 +65,9 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
         if reqs and rng.random() < 0.2:
             leaving = rng.choice(reqs)
             leaving.is_over = True
-            running.outdate(leaving)
+            running.outdate()
             running = running.at(reqs, now_s)  # it ended and is still in the batch
             reqs = [req for req in reqs if req is not leaving]
-        if parked and rng.random() < 0.3:
-            reqs = [*reqs, parked.pop()]
-        elif reqs and rng.random() < 0.1:
-            parked.append(rng.choice(reqs))
-            running.outdate(parked[-1])
-            reqs = [req for req in reqs if req is not parked[-1]]
         running = running.at(reqs, now_s)
         assert facts(running, reqs) == facts(fresh := Running(reqs, now_s), reqs)
         assert running.decode_due_s == pytest.approx(fresh.decode_due_s)
@@ -82,35 +76,15 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
             step(reqs)
 
 
-def test_they_are_counted_anew_only_when_somebody_came_or_went() -> None:
+def test_they_are_looked_up_only_when_somebody_came_or_went() -> None:
     reqs = [decoding(Task.ONLINE), decoding(Task.OFFLINE)]
     running = Running(reqs, 0.0)
     assert running.at(reqs, 0.0) is running
     step(reqs)
     assert running.at(reqs, 0.1) is running
     assert running.at(list(reqs), 0.1) is not running
-    running.outdate(reqs[0])
+    running.outdate()
     assert running.at(reqs, 0.1) is not running
-
-
-def test_only_who_came_is_looked_up() -> None:
-    reqs = [decoding(Task.ONLINE), decoding(Task.OFFLINE)]
-    running = Running(reqs, 0.0)
-    reqs[1].to_finish = "aborted"  # looked up, it might not sit out any more
-    step(reqs)
-    reqs = [*reqs, decoding(Task.OFFLINE, 30)]
-    running = running.at(reqs, 0.1)
-    assert running.offline_contexts(reqs) == Contexts.of([12, 31])
-    running.outdate(reqs[1])
-    assert running.at(reqs, 0.2).offline_contexts(reqs) == Contexts.of([31])
-
-
-def test_one_without_promises_is_never_due() -> None:
-    req = decoding(Task.ONLINE, promise=Promise())
-    running = Running([req], 0.0)
-    step([req])
-    running = running.at([req], 0.1).at([req], 0.1)
-    assert running.decode_due_s == math.inf
 
 
 def test_a_first_token_is_noticed_in_the_step_in_which_it_is_seen() -> None:
