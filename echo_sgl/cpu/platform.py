@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.choices import (
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
-from echo_sgl.cpu import OVERLAP_ENV
+from echo_sgl.cpu import OVERLAP_ENV, host_tier
 
 ATTENTION_BACKEND = "echo_cpu"
 BIND_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -49,17 +49,19 @@ class EchoCpuPlatform(CpuDeviceMixin, SRTPlatform):
             # A CPU has run a step when its launch returns. Overlapped, the step's tokens would
             # wait until the next one has run, too.
             server_args.disable_overlap_schedule = True
+        host_tier.choose_transfers(server_args)
         num_ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
         if num_ranks > 1 and not os.environ.get(BIND_ENV):
             os.environ[BIND_ENV] = cores_by_rank(os.sched_getaffinity(0), num_ranks)
 
     def init_backend(self) -> None:
-        """Register the attention backend and share out the cores; runs once in each rank."""
+        """Register the attention backend, share out the cores; runs once in each rank."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from echo_sgl.cpu.attention import create_attention_backend
 
         register_attention_backend(ATTENTION_BACKEND)(create_attention_backend)
+        host_tier.install()
         if "|" in (ranks := os.environ.get(BIND_ENV, "")):
             # SGLang binds threads only where it has AMX or ARM kernels; two ranks that each
             # spin on all cores are many times slower than two that share them.

@@ -57,7 +57,7 @@ class EchoSchedulePolicy(SchedulePolicy):
         self, chunked_req: Req, waiting_queue: list[Req], budget: int, page_size: int
     ) -> int | None:
         limit = super().shortest_prefill_chunk_limit(chunked_req, waiting_queue, budget, page_size)
-        left = _new_tokens(chunked_req)
+        left = len(chunked_req.full_untruncated_fill_ids) - int(chunked_req.prefix_len)
         most = left if limit is None else min(left, limit)
         room = partial(
             self.planner.offline_chunk_tokens
@@ -122,7 +122,7 @@ class EchoPrefillAdder(PrefillAdder):
         with self.control.own_time:
             chunk_tokens = self.control.planner.online_chunk_tokens(
                 self.shape,
-                cached_tokens=int(req.prefix_len),
+                cached_tokens=_cached_tokens(req),
                 max_tokens=_new_tokens(req),
                 page_size=self.page_size,
             )
@@ -206,14 +206,14 @@ class EchoPrefillAdder(PrefillAdder):
         with self.control.own_time:
             allowed = planner.offline_chunk_tokens(
                 self.shape,
-                cached_tokens=int(req.prefix_len),
+                cached_tokens=_cached_tokens(req),
                 max_tokens=most,
                 page_size=self.page_size,
             )
         whole_or_nothing = self.rem_chunk_tokens is None and allowed < need
         if not allowed or (whole_or_nothing and planner.view.is_present):
             self.control.refuse_for_time(
-                req.rid, self.shape, max_tokens=most, cached_tokens=int(req.prefix_len)
+                req.rid, self.shape, max_tokens=most, cached_tokens=_cached_tokens(req)
             )
             return AddReqResult.OTHER
         before = self.rem_input_tokens
@@ -318,8 +318,13 @@ class EchoPrefillAdder(PrefillAdder):
         return True
 
 
+def _cached_tokens(req: Req) -> int:
+    """What a request that is to start finds on the device and in the host tier."""
+    return int(req.prefix_len + req.host_hit_length)
+
+
 def _new_tokens(req: Req) -> int:
-    return len(req.full_untruncated_fill_ids) - int(req.prefix_len)
+    return len(req.full_untruncated_fill_ids) - _cached_tokens(req)
 
 
 def decode_retraction_order(order: list[int], reqs: list[Req]) -> list[int]:

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     DemoteResult,
+    DropSubtreeNoHostResult,
     EvictDeviceLeafResult,
     EvictDeviceNextNodeResult,
 )
@@ -152,8 +153,7 @@ class EchoTreeCore(PlainWalks):
         """A pending request with this prompt came, went or started: its leaf moves."""
         key = RadixKey(prompt, req.extra_key, cache_salt=req.cache_salt)
         node, _, _ = self._descend(key, self._end_of(key))
-        if node in self.evictable_device_leaves:
-            self._unsettle(node)
+        self._unsettle_leaf_of(node)
 
     def locked_tokens(self, node_id: int) -> int:
         """Tokens on the path to a node that running requests hold."""
@@ -196,9 +196,8 @@ class EchoTreeCore(PlainWalks):
         self._used(node, self.user)
 
     def _used(self, node: UnifiedTreeNode, user: Task) -> None:
-        """Note the class that used a path; its last node may be a leaf whose place moves."""
-        if node in self.evictable_device_leaves:
-            self._unsettle(node)
+        """Note the class that used a path; its leaf, if it is evictable, moves."""
+        self._unsettle_leaf_of(node)
         root, is_online, use = self.root_node, user is Task.ONLINE, self.working_set.use
         while node is not root:
             num_tokens = len(node.key)
@@ -238,6 +237,13 @@ class EchoTreeCore(PlainWalks):
         if node in self._unsettled:
             del self._unsettled[node]
         self.order.drop(node.id)
+
+    def _unsettle_leaf_of(self, node: UnifiedTreeNode) -> None:
+        """The last node of a path that is on the device; the host tier has what is below."""
+        while node.evicted:
+            node = node.parent
+        if node in self.evictable_device_leaves:
+            self._unsettle(node)
 
     def _unsettle(self, node: UnifiedTreeNode) -> None:
         self._unsettled[node] = None
@@ -300,8 +306,29 @@ class EchoTreeCore(PlainWalks):
         result = super().evict_device_leaf(node_id, is_write_back)
         self._count_evicted(facts, result.tracker)
         if result.tracker and path is not None:
-            self.lost.add(namespace_of(node.key), path, len(path) - len(node.key))
+            self._lose(node, path)
         return result
+
+    def drop_subtree_no_host(self, node_id: int) -> DropSubtreeNoHostResult:
+        """A leaf that the host had no room for."""
+        node = self.node_by_id(node_id)
+        facts, path = self.facts_of(node), path_of(node)
+        result: DropSubtreeNoHostResult = super().drop_subtree_no_host(node_id)
+        if result.is_dropped:
+            self._count_evicted(facts, result.tracker)
+            if facts.num_pending:
+                self._lose(node, path)
+        return result
+
+    def _evict_host_leaf(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> None:
+        """The host tier's own eviction, by recency: what was kept there is gone."""
+        if self.facts_of(node).num_pending:
+            self._lose(node, path_of(node))
+        super()._evict_host_leaf(node, *args, **kwargs)
+
+    def _lose(self, node: UnifiedTreeNode, path: array[int]) -> None:
+        """No tier has this node's tokens, and requests wait for them."""
+        self.lost.add(namespace_of(node.key), path, len(path) - len(node.key))
 
     def demote(self, node_id: int) -> DemoteResult:
         facts = self.facts_of(self.node_by_id(node_id))

@@ -26,7 +26,9 @@ def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPre
 
 
 def request(num_tokens: int) -> SimpleNamespace:
-    return SimpleNamespace(prefix_len=0, full_untruncated_fill_ids=range(num_tokens))
+    return SimpleNamespace(
+        prefix_len=0, host_hit_length=0, full_untruncated_fill_ids=range(num_tokens)
+    )
 
 
 @pytest.mark.parametrize(

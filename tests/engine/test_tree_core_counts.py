@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
+from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.policies.offline_order import PsmOrder
@@ -79,6 +81,46 @@ def test_what_is_evicted_from_under_a_pending_request_is_its_punishment(cache):
     assert cache.tree_core.charge_lost(req) == len(DOCUMENT)
     assert cache.tree_core.counts.punished_tokens == len(DOCUMENT)
     assert cache.tree_core.charge_lost(req) == 0
+
+
+def back_up(cache: Any) -> None:
+    kit = UnifiedRadixCacheFixtures()
+    kit.cfg = KitConfig(page_size=1, kv_size=256)
+    cache.tree_core.set_hicache_enabled()
+    kit._simulate_backup_tree(cache)
+
+
+def test_what_the_host_tier_keeps_is_lost_when_it_goes_from_there_too(cache):
+    req = wait_for(cache, "r1", [*DOCUMENT, 1])
+    put(cache, DOCUMENT, Task.OFFLINE)
+    back_up(cache)
+    cache.evict(EvictParams(num_tokens=1000))
+    assert cache.tree_core.counts.evicted_tokens[Task.OFFLINE, "pending"] == len(DOCUMENT)
+    assert not cache.tree_core.lost
+    cache.tree_core.drive_host_eviction(ComponentType.FULL, 1000)
+    assert cache.tree_core.charge_lost(req) == len(DOCUMENT)
+
+
+def test_a_leaf_above_what_only_the_host_has_moves_when_somebody_waits_for_that(cache):
+    put(cache, [*DOCUMENT, 1, 2, 3], Task.OFFLINE)
+    put(cache, [*DOCUMENT, 4, 5], Task.OFFLINE)
+    put(cache, OTHER, Task.OFFLINE)
+    back_up(cache)
+    cache.evict(EvictParams(num_tokens=5))
+    victims = cache.tree_core.next_victims
+    assert [tokens for tokens, _ in victims()] == [len(DOCUMENT), len(OTHER)]
+    wait_for(cache, "r1", [*DOCUMENT, 1, 2, 3, 9])
+    assert [tokens for tokens, _ in victims()] == [len(OTHER), len(DOCUMENT)]
+
+
+def test_a_leaf_that_finds_no_room_on_the_host_is_lost(cache):
+    req = wait_for(cache, "r1", [*DOCUMENT, 1])
+    put(cache, DOCUMENT, Task.OFFLINE)
+    cache.tree_core.set_hicache_enabled()
+    leaf = match(cache, DOCUMENT).last_device_node
+    assert cache.tree_core.drop_subtree_no_host(leaf).is_dropped
+    assert cache.tree_core.counts.evicted_tokens[Task.OFFLINE, "pending"] == len(DOCUMENT)
+    assert cache.tree_core.charge_lost(req) == len(DOCUMENT)
 
 
 def test_online_use_beyond_the_share_protects_the_latest(cache):

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
+from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
 from echo_sgl.engine.offline_pool import OfflinePool, namespace_of
 from echo_sgl.engine.tree_core import path_of
@@ -67,7 +68,7 @@ class TreeFacts(RuleBasedStateMachine):
     @rule(target=requests, prompt=pages, extra_key=extra_keys)
     def arrive(self, prompt: list[int], extra_key: str | None) -> Any:
         req = SimpleNamespace(
-            rid=f"r{self.num_requests}",
+            rid=f"r{self.num_requests}.",  # none begins like another: `remove` goes by prefix
             origin_input_ids=array("q", self.tokens(prompt)),
             output_ids=array("q"),
             extra_key=extra_key,
@@ -115,7 +116,7 @@ class TreeFacts(RuleBasedStateMachine):
         req = SimpleNamespace(extra_key=extra_key, cache_salt=None)
         expected = self.core.cached_tokens(req, array("q", self.tokens(prompt)))
         result = match(self.cache, self.tokens(prompt), extra_key)
-        assert result.device_prefix_len == expected
+        assert result.device_prefix_len + result.host_hit_length == expected
         self.check_last_user(result, user)
 
     @rule(prompt=pages)
@@ -150,6 +151,10 @@ class TreeFacts(RuleBasedStateMachine):
 
     def nodes(self) -> list[Any]:
         return [node for node in self.core._collect_all_nodes() if node.parent is not None]
+
+    def nodes_left(self) -> list[Any]:
+        """What holds KV of the device."""
+        return self.nodes()
 
     def pending_through(self, node: Any) -> list[Any]:
         path, namespace = path_of(node), namespace_of(node.key)
@@ -198,7 +203,7 @@ class TreeFacts(RuleBasedStateMachine):
                 self.unlock()
             self.cache.sanity_check()
             self.cache.evict(EvictParams(num_tokens=10**6))
-            assert not self.nodes()
+            assert not self.nodes_left()
             assert self.allocator.available_size() == POOL_TOKENS
 
 
@@ -227,16 +232,41 @@ class PagedFacts(TreeFacts):
     page_size = 16
 
 
+class HostTierFacts(TreeFacts):
+    """The same with a second tier: evicted nodes may stay in the tree, below those that did not."""
+
+    @initialize()
+    def start(self) -> None:
+        super().start()
+        self.core.set_hicache_enabled()
+
+    @rule(num_tokens=st.integers(1, 20))
+    def demote(self, num_tokens: int) -> None:
+        kit = UnifiedRadixCacheFixtures()
+        kit.cfg = KitConfig(page_size=self.page_size, kv_size=POOL_TOKENS)
+        kit._simulate_backup_tree(self.cache)
+        self.cache.evict(EvictParams(num_tokens=num_tokens))
+
+    def nodes_left(self) -> list[Any]:
+        return [node for node in self.nodes() if not node.evicted]
+
+
+class NextUseHostTierFacts(HostTierFacts, NextUseFacts):
+    """Both."""
+
+
 def path_key(node: Any) -> tuple[Any, ...]:
     return namespace_of(node.key), *path_of(node)
 
 
-@pytest.mark.parametrize("machine", [TreeFacts, NextUseFacts, PagedFacts])
+@pytest.mark.parametrize(
+    "machine", [TreeFacts, NextUseFacts, PagedFacts, HostTierFacts, NextUseHostTierFacts]
+)
 def test_facts_and_places_are_exact_after_every_change(machine: type[TreeFacts]) -> None:
     case = machine.TestCase()
     case.settings = settings(
-        max_examples=12,
-        stateful_step_count=25,
+        max_examples=40,
+        stateful_step_count=30,
         suppress_health_check=list(HealthCheck),
     )
     case.runTest()
