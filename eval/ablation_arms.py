@@ -13,7 +13,7 @@ from eval.cache_arms import Sections, with_settings
 from eval.slo import Slo
 
 PRESETS = ("bs", "bs-e", "bs-e-s", "echo", "hygen", "bros", "ooco")
-ERRORS = (-0.10, -0.05, 0.0, 0.05, 0.10)
+ERRORS = (-0.10, -0.05, -0.01, 0.0, 0.01, 0.05, 0.10)
 BASE_ARM = "stock-priority"
 
 

@@ -3,11 +3,11 @@
     python -m eval.slack_use
 
 replays online patterns and their jobs on a simulated CPU server under several settings of the
-slack limit, and writes eval/results/slack-use/ with config.json, summary.json and summary.md. What
-is promised is the p99 of the online load alone, as stock would run it, times the factors that
-`eval.ablation` has on a CPU and on a GPU; and the first once more on a machine that has become
-slower since. The steps' times and their scatter come from a profile that `echo-sgl calibrate`
-measured; no server runs.
+slack limit, and with predictions that are wrong on purpose (HyGen figure 14), and writes
+eval/results/slack-use/ with config.json, summary.json and summary.md. What is promised is the p99
+of the online load alone, as stock would run it, times the factors that `eval.ablation` has on a
+CPU and on a GPU; and the first once more on a machine that has become slower since. The steps'
+times and their scatter come from a profile that `echo-sgl calibrate` measured; no server runs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from echo_sgl.errors import EchoError
 from echo_sgl.estimators.profile import Profile, load_profile
 from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig, SpeedChange
 from echo_sgl.types import Task
+from eval.ablation_arms import ERRORS
 from eval.ablation_load import build_mix
 from eval.ablation_options import AblationOptions
+from eval.cache_arms import Sections
 from eval.fidelity_replay import Prompts, bodies_of, noise_of, replay
 from eval.machine import provenance
 from eval.models import demo_model
@@ -84,18 +86,23 @@ CASES = (("1.5", 1.0), ("1.5", 1.3), ("1.2,1.1", 1.0))
 # Steps scatter in another way than when the promises were measured.
 PROMISE_SEED, SEED = 0, 1
 ALONE = "no job at all"
-ALL: dict[str, float | str] = {"slack_share": 1.0, "lag_tokens": 0.0}
-# Name, preset, what is set otherwise in [steps].
-SETTINGS: dict[str, tuple[str, dict[str, float | str]]] = {
-    "all of the slack (Echo)": ("echo", {**ALL, "ttft_margin": 0.0}),
-    "yielding to first tokens": ("echo", ALL),
-    "pace 0.7": ("echo", {"slack_pace": 0.7}),
+ALL = {"slack_share": 1.0, "lag_tokens": 0.0}
+# Name, preset, what is set otherwise in it.
+SETTINGS: dict[str, tuple[str, Sections]] = {
+    "all of the slack (Echo)": ("echo", {"steps": {**ALL, "ttft_margin": 0.0}}),
+    "yielding to first tokens": ("echo", {"steps": ALL}),
+    "pace 0.7": ("echo", {"steps": {"slack_pace": 0.7}}),
     "pace 0.5 (echo.toml)": ("echo", {}),
-    "pace 0.3": ("echo", {"slack_pace": 0.3}),
-    "pace 0.5, no lag": ("echo", {"lag_tokens": 0.0}),
-    "pace 0.5, share 0.2": ("echo", {"slack_share": 0.2}),
-    "online chunks cut to the slack": ("echo", {"online_chunks": "slack"}),
+    "pace 0.3": ("echo", {"steps": {"slack_pace": 0.3}}),
+    "pace 0.5, no lag": ("echo", {"steps": {"lag_tokens": 0.0}}),
+    "pace 0.5, share 0.2": ("echo", {"steps": {"slack_share": 0.2}}),
+    "online chunks cut to the slack": ("echo", {"steps": {"online_chunks": "slack"}}),
     "a budget (hygen.toml)": ("hygen", {}),
+    **{
+        f"predictions {error:+.0%}": ("echo", {"estimator": {"error": error}})
+        for error in ERRORS
+        if error
+    },
 }
 
 
@@ -198,19 +205,28 @@ class Load:
         return SloConfig(ttft_s=factors[0] * p99_s[0], tpot_s=factors[1] * p99_s[1])
 
 
-def with_slo(echo: EchoConfig, slo: SloConfig, **steps: Any) -> EchoConfig:
-    """The preset with these promises and changes of [steps]; "auto" is slack, with promises."""
-    if slo.ttft_s and echo.steps.limit == "relative":
-        steps = {"limit": "slack", **steps}
-    return dataclasses.replace(echo, slo=slo, steps=dataclasses.replace(echo.steps, **steps))
+def with_sections(echo: EchoConfig, sections: Sections) -> EchoConfig:
+    """The preset with these changes, section by section."""
+    changed = {
+        name: dataclasses.replace(getattr(echo, name), **values)
+        for name, values in sections.items()
+    }
+    return dataclasses.replace(echo, **changed)
+
+
+def with_slo(echo: EchoConfig, slo: SloConfig) -> EchoConfig:
+    """The preset with these promises; "auto" is slack, with promises."""
+    is_auto = slo.ttft_s and echo.steps.limit == "relative"
+    limit = "slack" if is_auto else echo.steps.limit
+    return with_sections(dataclasses.replace(echo, slo=slo), {"steps": {"limit": limit}})
 
 
 def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
     """One row: promises kept and broken, and what the job got while online requests came."""
     load = load_of(options, point.rate_rps, LOADS[point.load])
     slo = load.promise(point.slo_factor)
-    preset, steps = SETTINGS.get(point.setting, ("echo", {}))
-    echo = with_slo(load_config(CONFIGS_DIR / f"{preset}.toml"), slo, **steps)
+    preset, sections = SETTINGS.get(point.setting, ("echo", {}))
+    echo = with_slo(with_sections(load_config(CONFIGS_DIR / f"{preset}.toml"), sections), slo)
     lines = [] if point.setting == ALONE else load.offline
     records = load.run(echo, [*load.online, *lines], slowness=point.slowness)
     ttft_s, tpot_s = latencies([one for one in records if one.task is Task.ONLINE])
@@ -358,7 +374,7 @@ def _config(options: SlackOptions, profile: Profile, command: str) -> dict[str, 
         **provenance(),
         "options": dataclasses.asdict(options),
         "loads": [dataclasses.asdict(one) for one in LOADS],
-        "settings": {name: {"preset": one, **steps} for name, (one, steps) in SETTINGS.items()},
+        "settings": {name: {"preset": one, **more} for name, (one, more) in SETTINGS.items()},
         "profile": {**facts, "sglang_version": profile.sglang_version},
     }
 

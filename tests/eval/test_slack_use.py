@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from echo_sgl.config import load_config
+from eval.ablation_arms import ERRORS
 from eval.slack_use import (
     ALONE,
     CONFIGS_DIR,
@@ -19,6 +20,7 @@ from eval.slack_use import (
     run_point,
     summary_markdown,
     totals,
+    with_sections,
     with_slo,
 )
 
@@ -74,6 +76,19 @@ def test_a_slower_machine_keeps_fewer_promises_and_without_a_job_there_is_none()
     assert slow["kept"] < alone["kept"]
 
 
+@pytest.mark.parametrize("error", [error for error in ERRORS if error])
+def test_wrong_predictions_are_the_scheduler_s_own(error):
+    name = f"predictions {error:+.0%}"
+    preset, sections = SETTINGS[name]
+    echo = with_sections(load_config(CONFIGS_DIR / f"{preset}.toml"), sections)
+    assert echo.estimator.error == error
+
+
+def test_predictions_that_are_far_off_change_what_the_job_gets(rows):
+    short = run_point(OPTIONS, point("predictions -10%"))
+    assert short["offline_tokens_per_s"] != rows[0]["offline_tokens_per_s"]
+
+
 def test_online_requests_alone_lose_nothing_by_being_promised_something():
     """In llm-d's high phases all slots are taken: what wastes time there makes a queue.
 
@@ -85,7 +100,8 @@ def test_online_requests_alone_lose_nothing_by_being_promised_something():
     slo = load.promise("1.2,1.1")
 
     def kept(**steps: str) -> float:
-        ttft_s, tpot_s = latencies(load.run(with_slo(echo, slo, **steps), load.online))
+        promised = with_slo(with_sections(echo, {"steps": steps}), slo)
+        ttft_s, tpot_s = latencies(load.run(promised, load.online))
         return float(np.mean((ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)))
 
     assert kept() > 0.98
