@@ -1,6 +1,8 @@
 """Mixed load for a long time on a small pool, SGLang's strict memory check on.
 
     python -m eval.soak --minutes 20
+    python -m eval.soak --name soak-host-tier \\
+        --server-args="--enable-hierarchical-cache --hicache-ratio 3"
 
 Chat and job requests over shared documents, with aborts, clients that go away and flushes in
 between. SGLang ends the server when free, cached and locked tokens do not add up to the pool
@@ -13,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import shlex
 import sys
 import time
 from collections import Counter
@@ -156,11 +159,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", default="echo")
     parser.add_argument("--name", default="soak")
+    parser.add_argument("--server-args", default="", help="more of `sglang serve`, as one string")
     options = parser.parse_args(argv)
     log_path = ROOT / "build" / "logs" / f"{options.name}.log"
     with running_server(
         demo_model("tiny"),
-        (*device_args(), *SERVER_ARGS),
+        (*device_args(), *SERVER_ARGS, *shlex.split(options.server_args)),
         config=options.config,
         env=STRICT,
         log_path=log_path,
