@@ -137,7 +137,9 @@ class PeakDemand(KvDemandPredictor):
     end), so that the promised share is met when the guess or the past misleads.
 
     A level that nothing supports would be worse than none: there is no forecast before
-    `WARM_UP_HORIZONS` of use, and forecasts made in the first horizon count partly.
+    `WARM_UP_HORIZONS` of use, and forecasts made in the first horizon count partly. That
+    traffic is many times what came before it says nothing when that was next to nothing (a
+    first request, then a pause): a forecast counts by its level beside the highest use.
 
     Source: adaptive conformal inference (Gibbs and Candes, 2021); the base, prior and early
             count of misses are ours.
@@ -200,9 +202,14 @@ class PeakDemand(KvDemandPredictor):
         self._ratios.fade(self._fading)
         if len(self._running) == self._num_horizon_buckets:
             ended = self._running.popleft()
-            self._ratios.add(ended.peak_tokens / ended.level_tokens, ended.weight)
+            weight = ended.weight * self._worth(ended)
+            self._ratios.add(ended.peak_tokens / ended.level_tokens, weight)
             self._miss_share += 0.0 if ended.missed else self._step * self._target
         self._miss_share = min(max(self._miss_share, self._target / 5), 5 * self._target, 1.0)
+
+    def _worth(self, forecast: _Forecast) -> float:
+        """How much a forecast teaches: what it was made of, beside the highest use by now."""
+        return min(1.0, forecast.level_tokens / self._highest_tokens)
 
 
 class _RatioHistogram:

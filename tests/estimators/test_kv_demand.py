@@ -296,3 +296,15 @@ def test_the_config_names_the_predictor():
 def test_an_unknown_predictor_is_refused_by_name():
     with pytest.raises(ValueError, match="'crystal'; known are peak, mean-std, off"):
         create_kv_demand(ReserveConfig(predictor="crystal"))
+
+
+@pytest.mark.parametrize("first_tokens", [0, 40, 300])
+def test_a_first_request_and_a_pause_do_not_make_the_margin_that_of_a_burst(first_tokens):
+    """What follows is a hundred times as much, and was no burst: the server had just started."""
+    rng = np.random.default_rng(0)
+    traffic = rng.integers(1500, 4000, 900)
+    predictor = PREDICTORS["peak"]()
+    play(predictor, each_second([first_tokens, first_tokens, *[0] * 200, *traffic]))
+    predicted = predictor.predict_peak(1100.0)
+    assert predicted is not None
+    assert 4000 <= predicted <= 3 * 4000
