@@ -93,6 +93,8 @@ RELIED_ON = (
     Seam(f"{_CORE}.evict_device_leaf", "self node_id is_write_back"),
     Seam(f"{_CORE}.evict_device_end", "self component_type"),
     Seam(f"{_CORE}.demote", "self node_id"),
+    Seam(f"{_CORE}.drop_subtree_no_host", "self node_id"),
+    Seam(f"{_CORE}._evict_host_leaf", "self node tracker device_frees host_frees cache_actions"),
     Seam(
         "sglang.srt.mem_cache.unified_cache.tree_core_registry.register_tree_core_backend",
         "name factory",
