@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
+from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 from sglang.test.kits.unified_radix_cache.unified_tree_core_inspector import (
     UnifiedTreeCoreInspector,
 )
@@ -36,6 +37,14 @@ def build(kit_config: KitConfig, order: str = "lru", **settings: Any) -> tuple[A
     """(cache, allocator, request pool) on Echo's core."""
     with on_echo_core(order, **settings):
         return fixtures.build_fixture(kit_config)
+
+
+def back_up(cache: Any, kit_config: KitConfig) -> None:
+    """Give every node a host copy, as a tier that writes through would have by now."""
+    kit = UnifiedRadixCacheFixtures()
+    kit.cfg = kit_config
+    cache.tree_core.set_hicache_enabled()
+    kit._simulate_backup_tree(cache)
 
 
 def key_of(tokens: list[int], extra_key: str | None = None) -> RadixKey:

@@ -56,6 +56,7 @@ def test_what_the_pool_cannot_hold_comes_back_from_the_host(two_tiers, stock_tex
 
 def test_both_classes_at_once_get_what_they_get_one_by_one(two_tiers, stock_texts):
     bodies = bodies_beyond_the_pool()
+    one_by_one(two_tiers, bodies)
     answers = run(two_tiers, bodies * 3)
     assert texts(answers) == stock_texts(bodies) * 3
     assert sum(map(cached_tokens, answers)) >= 0.5 * prompt_tokens(answers)

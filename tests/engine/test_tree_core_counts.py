@@ -10,20 +10,20 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
-from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.policies.offline_order import PsmOrder
 from echo_sgl.types import Task
-from tests.engine.kit_cores import build, insert, match
+from tests.engine.kit_cores import back_up, build, insert, match
 
 DOCUMENT = list(range(100, 140))
 OTHER = list(range(500, 530))
+KIT = KitConfig(page_size=1, kv_size=256)
 
 
 @pytest.fixture
 def cache() -> Any:
-    built, allocator, _ = build(KitConfig(page_size=1, kv_size=256), "echo", protected_share=0.25)
+    built, allocator, _ = build(KIT, "echo", protected_share=0.25)
     built.tokens = allocator
     built.pool = OfflinePool(PsmOrder(), capacity=100)
     built.tree_core.pending = built.pool
@@ -83,17 +83,10 @@ def test_what_is_evicted_from_under_a_pending_request_is_its_punishment(cache):
     assert cache.tree_core.charge_lost(req) == 0
 
 
-def back_up(cache: Any) -> None:
-    kit = UnifiedRadixCacheFixtures()
-    kit.cfg = KitConfig(page_size=1, kv_size=256)
-    cache.tree_core.set_hicache_enabled()
-    kit._simulate_backup_tree(cache)
-
-
 def test_what_the_host_tier_keeps_is_lost_when_it_goes_from_there_too(cache):
     req = wait_for(cache, "r1", [*DOCUMENT, 1])
     put(cache, DOCUMENT, Task.OFFLINE)
-    back_up(cache)
+    back_up(cache, KIT)
     cache.evict(EvictParams(num_tokens=1000))
     assert cache.tree_core.counts.evicted_tokens[Task.OFFLINE, "pending"] == len(DOCUMENT)
     assert not cache.tree_core.lost
@@ -105,7 +98,7 @@ def test_a_leaf_above_what_only_the_host_has_moves_when_somebody_waits_for_that(
     put(cache, [*DOCUMENT, 1, 2, 3], Task.OFFLINE)
     put(cache, [*DOCUMENT, 4, 5], Task.OFFLINE)
     put(cache, OTHER, Task.OFFLINE)
-    back_up(cache)
+    back_up(cache, KIT)
     cache.evict(EvictParams(num_tokens=5))
     victims = cache.tree_core.next_victims
     assert [tokens for tokens, _ in victims()] == [len(DOCUMENT), len(OTHER)]

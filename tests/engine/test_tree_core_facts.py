@@ -20,14 +20,13 @@ from hypothesis.stateful import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
-from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
 from echo_sgl.engine.offline_pool import OfflinePool, namespace_of
 from echo_sgl.engine.tree_core import path_of
 from echo_sgl.policies.eviction_order import echo_key, worth_of
 from echo_sgl.policies.offline_order import create_offline_order
 from echo_sgl.types import Task
-from tests.engine.kit_cores import build, insert, match
+from tests.engine.kit_cores import back_up, build, insert, match
 
 POOL_TOKENS = 512
 WINDOW_S = 50.0
@@ -48,9 +47,9 @@ class TreeFacts(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        kit_config = KitConfig(page_size=self.page_size, kv_size=POOL_TOKENS)
+        self.kit_config = KitConfig(page_size=self.page_size, kv_size=POOL_TOKENS)
         self.cache, self.allocator, _ = build(
-            kit_config, self.order, protected_share=0.1, protected_window_s=WINDOW_S
+            self.kit_config, self.order, protected_share=0.1, protected_window_s=WINDOW_S
         )
         self.core = self.cache.tree_core
         self.pool = OfflinePool(create_offline_order("psm", utility_ratio=1.0, seed=0), 1000)
@@ -242,9 +241,7 @@ class HostTierFacts(TreeFacts):
 
     @rule(num_tokens=st.integers(1, 20))
     def demote(self, num_tokens: int) -> None:
-        kit = UnifiedRadixCacheFixtures()
-        kit.cfg = KitConfig(page_size=self.page_size, kv_size=POOL_TOKENS)
-        kit._simulate_backup_tree(self.cache)
+        back_up(self.cache, self.kit_config)
         self.cache.evict(EvictParams(num_tokens=num_tokens))
 
     def nodes_left(self) -> list[Any]:
