@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -70,7 +72,7 @@ def overlap_figures(phases: Phases) -> Tree:
 def burst_figures(
     phase: PhaseResult, prompts: Mapping[str, list[int]], options: CacheOptions
 ) -> Tree:
-    """Online waits before and in the burst, and what offline work was done twice.
+    """Online waits between bursts and in them, and what offline work was done twice.
 
     `computed_again` counts the prompt tokens that were computed although an earlier prompt
     of the job had them; usage does not show what a retracted request computes again, the
@@ -80,11 +82,9 @@ def burst_figures(
     done = [r.id for r in phase.records if r.task is Task.OFFLINE and r.status is Status.OK]
     least = distinct_tokens([prompts[name] for name in done])
     computed = stats["prompt_tokens"] - stats["cached_tokens"]
-    end_s = options.steady_s + options.burst_s
-    windows = {"steady": (0.0, options.steady_s), "burst": (options.steady_s, end_s)}
     time_s = max((record.end_s or 0.0 for record in phase.records), default=0.0)
     return {
-        **{name: _waits(phase.records, *window_s) for name, window_s in windows.items()},
+        **_waits(phase.records, options),
         "offline": {
             **_counts(stats),
             "computed_tokens": computed,
@@ -120,11 +120,17 @@ def counter(counters: Counters, name: str, **labels: str) -> float | None:
     return sum(found) if found else None
 
 
-def _waits(records: Iterable[Record], start_s: float, end_s: float) -> Tree:
-    mine = [r for r in records if r.task is Task.ONLINE and start_s <= r.scheduled_s < end_s]
-    stats = class_stats(mine, Task.ONLINE)
+def _waits(records: Iterable[Record], options: CacheOptions) -> Tree:
+    """Online figures of the steady times before bursts, and of the bursts; not of the end."""
+    ends_s = list(itertools.accumulate(length_s for _, length_s in options.burst_segments))
     kept = ("requests", "ok", "error", "cancelled", "late", "ttft_ms")
-    return {key: stats[key] for key in kept}
+    parts: dict[str, list[Record]] = {"steady": [], "burst": []}
+    for record in records:
+        number = bisect.bisect(ends_s, record.scheduled_s)
+        if number < len(ends_s) - 1:
+            parts["burst" if number % 2 else "steady"].append(record)
+    stats = {name: class_stats(mine, Task.ONLINE) for name, mine in parts.items()}
+    return {name: {key: one[key] for key in kept} for name, one in stats.items()}
 
 
 def _counts(stats: Tree) -> Tree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from eval.workloads.jobs import (
     text_set_files,
     text_set_lines,
 )
+from eval.workloads.patterns import poisson_arrivals
 from eval.workloads.prompts import SyntheticText, Tokenizer
 from eval.workloads.sessions import Session, SessionLimits, Turn, load_sessions
 from eval.workloads.traces import read_trace, scale_lengths
@@ -134,23 +135,6 @@ def pool_size(
     return least, note
 
 
-def burst_times(options: CacheOptions) -> Iterator[float]:
-    """Poisson arrivals (s): steady, faster by `burst_factor`, steady again."""
-    rng = random.Random(options.seed)
-    start_s = 0.0
-    steady_rps = options.rate_rps
-    for rate_rps, length_s in (
-        (steady_rps, options.steady_s),
-        (steady_rps * options.burst_factor, options.burst_s),
-        (steady_rps, options.after_s),
-    ):
-        at_s = start_s + rng.expovariate(rate_rps)
-        while at_s < start_s + length_s:
-            yield at_s
-            at_s += rng.expovariate(rate_rps)
-        start_s += length_s
-
-
 def _job(options: CacheOptions, job_name: str, tokenizer: Tokenizer) -> list[BatchLine]:
     """The set's lines in mixed order, the first `requests` of them."""
     lines = text_set_lines(
@@ -173,12 +157,12 @@ def _sessions(options: CacheOptions, tokenizer: Tokenizer) -> list[Session]:
 
 
 def _burst(options: CacheOptions, tokenizer: Tokenizer) -> list[tuple[float, Turn]]:
-    """Requests of a trace's lengths at the burst's times; no two prompts share a start."""
+    """Requests of a trace's lengths, steady and in bursts; no two prompts share a start."""
     trace = read_trace(find_data(options.trace))
     lengths = scale_lengths(
         trace, options.length_scale, max_prompt_tokens=options.max_prompt_tokens
     )
-    times_s = list(burst_times(options))
+    times_s = list(poisson_arrivals(options.burst_segments, random.Random(options.seed)))
     if len(times_s) > len(lengths):
         raise WorkloadError(f"{len(times_s)} requests are needed, the trace has {len(lengths)}")
     texts = SyntheticText(tokenizer, options.seed)

@@ -11,6 +11,7 @@ from eval.arms import Arm, pick_arms
 from eval.cache_arms import CACHE_ARMS, parse_settings, with_settings
 from eval.models import SIZES
 from eval.options import add_arguments, check_options, option
+from eval.workloads.patterns import Segment
 
 SHORT_JOBS = {
     "qmsum": "qmsum_val",
@@ -54,9 +55,10 @@ class CacheOptions:
     max_prompt_tokens: int = option(1000, "burst: longer online prompts are cut to this", 1)
     rate_rps: float = option(0.8, "burst: steady online requests a second", 0.01)
     burst_factor: float = option(4.0, "burst: how much faster they come in it", 1)
-    steady_s: float = option(40.0, "burst: steady time before it", 0)
-    burst_s: float = option(30.0, "burst: its length", 1)
-    after_s: float = option(20.0, "burst: steady time after it", 0)
+    bursts: int = option(3, "burst: how many of them, one after the other", 1)
+    steady_s: float = option(30.0, "burst: steady time before each", 0)
+    burst_s: float = option(30.0, "burst: length of each", 1)
+    after_s: float = option(10.0, "burst: steady time after the last", 0)
     limit_s: float = option(300.0, "a phase that takes longer is ended", 1)
     repetitions: int = option(1, "server starts per arm; their order alternates", 1)
     seed: int = option(0, "of samples, orders, times and server", 0)
@@ -75,6 +77,13 @@ class CacheOptions:
     @property
     def session_sets(self) -> list[str]:
         return _names(self.sessions)
+
+    @property
+    def burst_segments(self) -> list[Segment]:
+        """The burst experiment's rates (requests/s) and times (s): steady and faster in turns."""
+        steady = self.rate_rps, self.steady_s
+        burst = self.rate_rps * self.burst_factor, self.burst_s
+        return [*self.bursts * [steady, burst], (self.rate_rps, self.after_s)]
 
     def picked_arms(self) -> dict[str, Arm]:
         """The arms with the config values of `--settings`."""
@@ -100,7 +109,7 @@ EXPERIMENTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "burst": (
-        "online traffic that comes faster for a while, with a reserve for it and without",
+        "online traffic that comes faster now and then, with a reserve for it and without",
         {
             "arms": "reserve-off,reserve-peak",
             "jobs": "bbh",

@@ -50,7 +50,8 @@ def _setting(config: Tree) -> list[str]:
     if load["online_requests"]:
         lines.append(
             f"- online: {load['online_requests']} requests, {options['rate_rps']:g}/s, "
-            f"{options['burst_factor']:g} times as many for {options['burst_s']:g} s"
+            f"{options['burst_factor']:g} times as many for {options['burst_s']:g} s "
+            f"after every {options['steady_s']:g} s, {options['bursts']} times"
         )
     return lines
 

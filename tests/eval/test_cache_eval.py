@@ -16,7 +16,7 @@ from echo_sgl.config import load_config
 from echo_sgl.types import Task, task_of_service_tier
 from eval.cache import run, server_args
 from eval.cache_arms import CACHE_ARMS, parse_settings, to_toml, with_config_file, with_settings
-from eval.cache_load import CacheLoad, build_load, burst_times, pool_size
+from eval.cache_load import CacheLoad, build_load, pool_size
 from eval.cache_options import EXPERIMENTS, default_options, parse_options
 from eval.cache_phases import PHASES, TalkPhase, _end_with
 from eval.load import Request, make_request
@@ -157,14 +157,9 @@ def test_the_pool_is_a_share_of_the_working_set_but_holds_two_requests() -> None
         pool_size(default_options("offline", pool_tokens=59), prompts, 30)
 
 
-def test_the_burst_brings_so_many_times_the_requests() -> None:
-    options = default_options("burst", rate_rps=20, steady_s=50, burst_s=50, after_s=50)
-    times_s = list(burst_times(options))
-    assert times_s == sorted(times_s) == list(burst_times(options))
-    counts = [sum(low <= at_s < low + 50 for at_s in times_s) for low in (0, 50, 100)]
-    assert sum(counts) == len(times_s)
-    assert counts[0] == pytest.approx(1000, rel=0.15) == counts[2]
-    assert counts[1] == pytest.approx(4000, rel=0.1)
+def test_steady_times_and_bursts_take_turns() -> None:
+    options = default_options("burst", bursts=2, rate_rps=2, steady_s=5, burst_s=3, after_s=4)
+    assert options.burst_segments == [(2, 5), (8, 3), (2, 5), (8, 3), (2, 4)]
 
 
 def test_the_load_is_counted_in_the_tokens_that_the_server_sees(

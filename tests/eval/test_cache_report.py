@@ -92,18 +92,19 @@ def test_each_class_is_compared_with_itself_alone() -> None:
 
 
 def burst() -> dict[str, Any]:
-    options = default_options("burst", steady_s=10, burst_s=5)
-    records = [online("s", 1.0, 0.2), online("b", 12.0, 3.0), online("after", 16.0, 9.0)]
+    options = default_options("burst", bursts=2, steady_s=10, burst_s=5, after_s=5)
+    records = [online("s", 1.0, 0.2), online("b", 12.0, 3.0), online("s2", 16.0, 0.2)]
+    records += [online("b2", 29.0, 3.0), online("after", 31.0, 9.0)]
     records += [offline("a", cached_tokens=0), offline("b"), offline("c", status=Status.CANCELLED)]
     prompts = {"a": [1] * 90 + [2] * 10, "b": [1] * 90 + [3] * 10, "c": [4]}
     return burst_figures(PhaseResult(records, parse_counters(METRICS)), prompts, options)
 
 
-def test_the_burst_and_the_time_before_it_have_their_own_waits() -> None:
+def test_bursts_and_the_times_before_them_have_their_own_waits() -> None:
     tree = burst()
     assert tree["steady"]["ttft_ms"]["p99"] == pytest.approx(200)
     assert tree["burst"]["ttft_ms"]["p50"] == pytest.approx(3000)
-    assert tree["burst"]["requests"] == 1
+    assert tree["burst"]["requests"] == tree["steady"]["requests"] == 2
 
 
 def test_work_done_twice_is_what_was_computed_beyond_the_distinct_tokens() -> None:
@@ -159,4 +160,4 @@ def test_the_overlap_report_says_both_targets() -> None:
 
 def test_the_burst_report_shows_waits_and_work_done_twice() -> None:
     lines = report("burst", {"reserve-off": [burst()]})
-    assert "| reserve-off | 200 | 200 | 3,000 | 3,000 | 5 | - | 30 | 2 | 12 |" in lines
+    assert "| reserve-off | 200 | 200 | 3,000 | 3,000 | 5 | - | 30 | 2 | 7 |" in lines
