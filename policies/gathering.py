@@ -24,28 +24,28 @@ class Gathering:
 
     def __init__(self, most_s: float) -> None:
         self._most_s, self._quiet_s = most_s, most_s * QUIET_SHARE
-        self._num_waiting = 0
-        self._came_s = self._worked_s = -math.inf
-        self._end_s: float | None = None
-
-    @property
-    def holds(self) -> bool:
-        """Whether nothing shall start yet, as of the last `advance`."""
-        return self._end_s is not None
+        self._num_waiting, self._is_idle = 0, True
+        self._came_s = self._worked_s = self._end_s = -math.inf
+        self.holds = False
 
     def advance(self, now_s: float, num_waiting: int, *, is_running: bool) -> None:
-        """Note how many offline requests wait before each step, and whether others run."""
-        came, self._num_waiting = num_waiting > self._num_waiting, num_waiting
+        """Note how many offline requests wait before each step, and whether others run.
+
+        `holds` says from then on whether nothing shall start yet.
+        """
+        came = num_waiting > self._num_waiting
         if came:
             self._came_s = now_s
-        if self._end_s is None:
-            is_new = came and not is_running and now_s - self._worked_s >= self._quiet_s
-            self._end_s = now_s + self._most_s if is_new else None
-        is_over = is_running or not num_waiting or now_s - self._came_s >= self._quiet_s
-        if self._end_s is not None and (is_over or now_s >= self._end_s):
-            self._end_s = None
-        if self._end_s is None and (num_waiting or is_running):
+            if self._is_idle and now_s - self._worked_s >= self._quiet_s:
+                self._end_s = now_s + self._most_s
+        end_s = min(self._end_s, self._came_s + self._quiet_s)
+        self.holds = num_waiting > 0 and not is_running and now_s < end_s
+        if not self.holds:
+            self._end_s = -math.inf
+        is_idle = not num_waiting and not is_running
+        if not (is_idle and self._is_idle):
             self._worked_s = now_s
+        self._num_waiting, self._is_idle = num_waiting, is_idle
 
 
 def create_gathering(config: OfflineConfig) -> Gathering:

@@ -131,7 +131,7 @@ def test_offline_requests_run_in_prefix_order_however_they_arrive(cramped_server
     """Ten documents of which the pool holds few: each is computed once, the first ones, too."""
     shared = documents(10, 200, seed=3)
     bodies = [completion(f"{shared[n % 10]} question {n}", 2, **FLEX) for n in range(100)]
-    time.sleep(0.5)  # nothing is awaited: so long without offline work makes these a new job
+    time.sleep(1)  # nothing is awaited: half a second without offline work makes these a new job
     answers = asyncio.run(send_all(cramped_server, bodies))
     usage = [answer.json()["usage"] for answer in answers]
     cached = [item["prompt_tokens_details"]["cached_tokens"] for item in usage]

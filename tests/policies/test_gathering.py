@@ -34,16 +34,18 @@ def test_a_server_with_offline_work_holds_nothing():
     # Answered, and the next sent at once: the same client goes on.
     assert not held(gathering, 0.02, 0)
     assert not held(gathering, 0.03, 1)
-    # Retracted: what comes back to wait was there before.
+    # Retracted in a long step: what comes back to wait was there before.
     assert not held(gathering, 9.0, 0, is_running=True)
-    assert not held(gathering, 9.01, 1)
+    assert not held(gathering, 9.5, 1)
 
 
-def test_a_job_that_is_cancelled_before_it_started_is_forgotten():
+def test_a_job_that_is_cancelled_before_it_started_holds_nothing():
     gathering = Gathering(3.0)
     assert held(gathering, 0.0, 5)
     assert not held(gathering, 0.01, 0)
-    assert held(gathering, 0.02, 1)
+    assert not held(gathering, 0.02, 1)
+    assert not held(gathering, 0.03, 0)
+    assert held(gathering, 0.14, 1)
 
 
 def test_a_limit_of_nothing_turns_it_off():
