@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -98,6 +98,9 @@ class DeadlineOrder(OfflineOrder):
             return need
         is_ahead = any(self.book.count_through(one, namespace, path) for one in self._ahead)
         return replace(need, is_next=is_ahead)
+
+    def shared_tokens(self, namespace: str, path: Sequence[int]) -> int:
+        return self._other.shared_tokens(namespace, path)
 
     def unstarted(self) -> Iterator[PendingRequest]:
         if not self._ahead:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
@@ -123,6 +123,11 @@ class OfflineOrder(ABC):
         num_resumed = self._resumed_by_prefix.count_through(namespace, path)
         walk_key, num_unstarted = self._by_prefix.last_and_count(namespace, path)
         return PrefixNeed(num_unstarted + num_resumed, walk_key, num_resumed > 0)
+
+    def shared_tokens(self, namespace: str, path: Sequence[int]) -> int:
+        """How much of `path` is the start of a waiting prompt; a way down each `PrefixIndex`."""
+        indexes = self._by_prefix, self._resumed_by_prefix
+        return max(index.shared_tokens(namespace, path) for index in indexes)
 
     @property
     def cursor(self) -> PrefixKey | None:

@@ -180,6 +180,15 @@ class PrefixIndex:
         node = self._subtree(namespace, path)
         return (prefix_key(node.last()), node.num_prompts) if node is not None else (None, 0)
 
+    def shared_tokens(self, namespace: str, path: Sequence[int]) -> int:
+        """How many tokens of `path` some prompt begins with."""
+        num_tokens, node = 0, self._roots.get(namespace)
+        while node is not None:
+            num_tokens = _common_end(node, path)
+            is_passed = num_tokens == node.end < len(path)
+            node = node.children.get(path[num_tokens]) if is_passed else None
+        return num_tokens
+
     def _subtree(self, namespace: str, path: Sequence[int]) -> _Node | None:
         """The highest node that all prompts starting with `path` run through, and no other."""
         node: _Node | None = self._roots.get(namespace)

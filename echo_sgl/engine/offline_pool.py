@@ -119,6 +119,10 @@ class OfflinePool:
         need = self._order.need(namespace, path)
         return need.num_waiting + self._started_by_prefix.count_through(namespace, path), need
 
+    def shared_tokens(self, namespace: str, path: array[int]) -> int:
+        """How much of `path` is the start of a waiting prompt."""
+        return self._order.shared_tokens(namespace, path)
+
     @property
     def cursor(self) -> PrefixKey | None:
         return self._order.cursor

@@ -52,6 +52,10 @@ class PendingPrefixes(Protocol):
         """Reference count of a prefix (waiting, parked and running), and who waits for it."""
         ...
 
+    def shared_tokens(self, namespace: str, path: array[int]) -> int:
+        """How much of a path is the start of a waiting prompt."""
+        ...
+
 
 class NobodyWaits:
     """`PendingPrefixes` of a cache without a pool."""
@@ -60,6 +64,9 @@ class NobodyWaits:
 
     def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
         return 0, _NO_NEED
+
+    def shared_tokens(self, namespace: str, path: array[int]) -> int:
+        return 0
 
 
 @dataclass(slots=True)
@@ -290,8 +297,24 @@ class EchoTreeCore(PlainWalks):
         victim = next((leaf for leaf in self.order.victims() if leaf not in tried), None)
         if victim is not None:
             tried.add(victim)
+            self._spare_front(self.node_by_id(victim))
             result.node_id, result.made_progress = victim, True
         return result
+
+    def _spare_front(self, leaf: UnifiedTreeNode) -> None:
+        """Part a leaf where the last waiting prompt leaves it: only what is behind may go.
+
+        Nobody waits for a document with another one's question, but for the document.
+        """
+        # SGLang would have to be told of the parts of a node whose backup is on its way.
+        is_backed_up_now = leaf.write_through_pending_id is not None
+        if leaf.echo_facts.num_pending or is_backed_up_now or not self.order.needs_pending:
+            return
+        path = path_of(leaf)
+        num_shared = self.pending.shared_tokens(namespace_of(leaf.key), path)
+        num_tokens = num_shared // self.page_size * self.page_size - len(path) + len(leaf.key)
+        if 0 < num_tokens < len(leaf.key):
+            self._split_node(leaf.key, leaf, num_tokens)
 
     def evict_device_end(self, component_type: ComponentType) -> None:
         if component_type is not _FULL:

@@ -29,6 +29,8 @@ class Pending(Protocol):
 
     def need(self, namespace: str, path: MutableSequence[int]) -> tuple[int, PrefixNeed]: ...
 
+    def shared_blocks(self, path: Sequence[int]) -> int: ...
+
 
 class Node:
     """Blocks that follow each other in every path through here."""
@@ -179,8 +181,19 @@ class PrefixTree:
         freed = 0
         while freed < num_tokens and self._leaves:
             self._settle_all()
-            freed += self._drop(self._nodes[next(self.order.victims())])
+            victim = self._nodes[next(self.order.victims())]
+            self._spare_front(victim)
+            freed += self._drop(victim)
         return freed
+
+    def _spare_front(self, leaf: Node) -> None:
+        """Part a leaf where the last waiting path leaves it: only what is behind may go."""
+        if not self.order.needs_pending or (leaf.facts is not None and leaf.facts.num_pending):
+            return
+        path = path_of(leaf)
+        num_blocks = self.pending.shared_blocks(path) - len(path) + len(leaf.blocks)
+        if 0 < num_blocks < len(leaf.blocks):
+            self._split(leaf, num_blocks)
 
     def next_victims(self) -> Iterator[tuple[int, LeafFacts]]:
         """Tokens and facts of the leaves that would go next."""

@@ -23,7 +23,7 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
 
 from echo_sgl.engine.offline_pool import OfflinePool, namespace_of
 from echo_sgl.engine.tree_core import path_of
-from echo_sgl.policies.eviction_order import echo_key, worth_of
+from echo_sgl.policies.eviction_order import Worth, echo_key, worth_of
 from echo_sgl.policies.offline_order import create_offline_order
 from echo_sgl.types import Task
 from tests.engine.kit_cores import back_up, build, insert, match
@@ -132,9 +132,13 @@ class TreeFacts(RuleBasedStateMachine):
 
     @rule(num_tokens=st.integers(1, 20))
     def evict(self, num_tokens: int) -> None:
-        before = {path_key(node) for node in self.nodes()}
+        paths, found = [path_key(node) for node in self.nodes()], self.found_by_waiting()
         self.cache.evict(EvictParams(num_tokens=num_tokens))
-        assert {path_key(node) for node in self.nodes()} <= before
+        for left in map(path_key, self.nodes()):
+            assert any(path[: len(left)] == left for path in paths)
+        if self.found_by_waiting() != found:
+            leaves = self.core.evictable_device_leaves
+            assert all(worth_of(self.core.facts_of(leaf)) >= Worth.PENDING for leaf in leaves)
 
     @rule(seconds=st.floats(0, 40))
     def wait(self, seconds: float) -> None:
@@ -162,6 +166,11 @@ class TreeFacts(RuleBasedStateMachine):
             for req in (*self.waiting.values(), *self.started.values())
             if namespace_of(req) == namespace and self.known_tokens(req)[: len(path)] == path
         ]
+
+    def found_by_waiting(self) -> list[int]:
+        """How much of each waiting prompt is in the cache, in part of a node, too."""
+        waiting = self.waiting.values()
+        return [self.core.cached_tokens(req, self.known_tokens(req)) for req in waiting]
 
     def known_tokens(self, req: Any) -> array[int]:
         return req.origin_input_ids + req.output_ids

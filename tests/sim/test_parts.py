@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 
 import pytest
 from hypothesis import given
@@ -44,6 +44,9 @@ class Nobody:
 
     def need(self, namespace: str, path: MutableSequence[int]) -> tuple[int, PrefixNeed]:
         return 0, PrefixNeed(num_waiting=0, walk_key=None, is_next=False)
+
+    def shared_blocks(self, path: Sequence[int]) -> int:
+        return 0
 
 
 def tree_of(*paths: str, order: str = "lru") -> PrefixTree:
@@ -92,6 +95,20 @@ def test_a_parent_can_go_when_its_last_child_has_gone() -> None:
     tree = tree_of("abcd", "abxy")
     assert tree.num_leaves == 2
     assert tree.evict(33) == 64
+    assert tree.evict(1) == 32
+    assert tree.num_tokens == 0
+
+
+class WaitsForTwoBlocks(Nobody):
+    def shared_blocks(self, path: Sequence[int]) -> int:
+        return 2
+
+
+def test_of_a_leaf_only_what_nobody_waits_for_goes() -> None:
+    tree = PrefixTree("echo", WaitsForTwoBlocks(), WorkingSet(limit_tokens=0, window_s=1.0))
+    tree.insert(ids("abcd"), sizes("abcd"), Task.OFFLINE)
+    assert tree.evict(1) == 32
+    assert tree.cached_tokens(ids("abcd")) == 32
     assert tree.evict(1) == 32
     assert tree.num_tokens == 0
 
