@@ -44,15 +44,13 @@ class OfflineConfig:
     """How offline requests wait and in which order they are taken.
 
     `utility_ratio` is HyGen's u (A.3): the probability that the next request follows the
-    prefix order; otherwise the stalest is taken. With that order a new job waits up to
-    `gather_s` while its lines come in; 0: no. 0 in `max_running_requests` and
+    prefix order; otherwise the stalest is taken. 0 in `max_running_requests` and
     `max_prefill_tokens_per_step` means: only the server's own limit holds. The latter
     limits offline prefill in steps on which an online request runs or waits.
     """
 
     order: str = _choice("psm", "psm", "fcfs")
     utility_ratio: float = _number(0.98, 0.0, 1.0)
-    gather_s: float = _number(1.0, 0.0, 60.0)
     seed: int = _number(0, 0, 2**31)
     max_pool_requests: int = _number(50_000, 1, MAX_POOL_REQUESTS)
     max_running_requests: int = _number(0, 0, 1_000_000)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # Walking the pool's order takes microseconds for each request, on the scheduler's time.
 MAX_WALKED = 256
-# Why a pass took nobody that was offered; online requests went by.
-ONLY_OFFLINE = (Reason.SLOT, Reason.GATHER)
 
 
 class State(StrEnum):
@@ -146,8 +144,8 @@ def _waiting(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
         return {"position": "grammar", "held_back": _facts(_paused(scheduler))}
     num_before = place + _num_between_chunks(scheduler)
     refusal = _refusal(scheduler)
-    if refusal is not None and refusal.rid is None and refusal.reason in ONLY_OFFLINE:
-        refusal = None
+    if refusal is not None and refusal.rid is None and refusal.reason is Reason.SLOT:
+        refusal = None  # only offline requests were kept from starting
     return {
         "position": "next" if num_before == 0 else "later",
         "held_back": held_back(req.rid, refusal, num_before=num_before),

@@ -22,8 +22,6 @@ class Reason(StrEnum):
     """Others are before it."""
     SLOT = "slot"
     """As many requests run as may."""
-    GATHER = "gather"
-    """The lines of its job are still coming in."""
     PREFIX = "prefix"
     """A neighbour computes its prefix right now; one step later it is a hit."""
     PAUSED = "paused"

@@ -45,7 +45,6 @@ from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.step_timing import install_step_timer
 from echo_sgl.engine.weighing import Weighing
 from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.gathering import create_gathering
 from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.offline_order import create_offline_order
 
@@ -74,7 +73,6 @@ class EchoScheduler(PoolIntake):
         self.deadline_watch = DeadlineWatch(order)
         self.offline_pool = OfflinePool(order, self.offline_config.max_pool_requests)
         self.offer_size = OfferSize()
-        self.gathering = create_gathering(self.offline_config)
         self._parked_chunks: list[Req] = []
         self.recording = RecordingLog()
 
@@ -164,7 +162,6 @@ class EchoScheduler(PoolIntake):
             core.now_s = now_s
         is_running = self.kv_limits.offline_tokens > 0
         self.deadline_watch.advance(now_s, self.offline_pool, is_running=is_running)
-        self.gathering.advance(now_s, len(self.offline_pool), is_running=is_running)
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
             self.offline_pool,
@@ -322,9 +319,6 @@ class EchoScheduler(PoolIntake):
 
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""
-        if self.gathering.holds:
-            self.step_control.refuse(Reason.GATHER, None)
-            return ()
         num_free = max(0, self.get_num_allocatable_reqs(len(running_batch.reqs)))
         limit = self.offer_size.limit(num_free, active_config().steps.candidates)
         if self.offline_config.max_running_requests:

@@ -10,8 +10,7 @@ from enum import Enum, auto
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, rank
-from echo_sgl.sim.scheduler import SimScheduler
-from echo_sgl.sim.step_plan import StepPlan
+from echo_sgl.sim.scheduler import SimScheduler, StepPlan
 from echo_sgl.sim.workload import SimRequest
 
 # As in the engine: see `weighing` and `admission`.
@@ -74,7 +73,7 @@ class PrefillPass:
     def _offer(self) -> list[SimRequest]:
         """The offline candidates of this pass, the best of the first few first."""
         scheduler = self._scheduler
-        if not len(scheduler.pool) or scheduler.gathering.holds:
+        if not len(scheduler.pool):
             return []
         steps, offline = scheduler.config.echo.steps, scheduler.config.echo.offline
         limit = scheduler.offer_size.limit(self._free_slots(), steps.candidates)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
-from echo_sgl.policies.gathering import create_gathering
 from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
@@ -31,11 +31,23 @@ from echo_sgl.sim.parts import live_estimator, offline_pool, promise_of
 from echo_sgl.sim.prefix_tree import PrefixTree
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server_config import ServerConfig
-from echo_sgl.sim.step_plan import StepPlan
 from echo_sgl.sim.workload import SimRequest
 
 BASE_DECODES = 8
 MAX_SUMMED = 64
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step that is about to run. `prefills`: request, new tokens, cached tokens before them.
+
+    `device_s`: what it takes there, which is what the estimator learns from.
+    """
+
+    row: BatchRow
+    prefills: list[tuple[SimRequest, int, int]] = field(default_factory=list)
+    decodes: bool = False
+    device_s: float = 0.0
 
 
 class SimScheduler:
@@ -105,7 +117,6 @@ class SimScheduler:
         self.is_full = self.last_was_prefill = False
         self.new_token_ratio = NewTokenRatio(self.config.schedule_conservativeness)
         self.offer_size = OfferSize()
-        self.gathering = create_gathering(self.config.echo.offline)
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -168,9 +179,7 @@ class SimScheduler:
         if self.is_quiet:
             self._observe_use(now_s, self.online.seq_tokens)
             return
-        is_running = bool(self.offline) or bool(self.parked)
-        self.pool.advance(now_s, is_running=is_running)
-        self.gathering.advance(now_s, len(self.pool), is_running=is_running)
+        self.pool.advance(now_s, is_running=bool(self.offline) or bool(self.parked))
         chunked = self.chunked if self.chunked and not self.chunked.is_offline else None
         online_tokens = self.online.seq_tokens + (chunked.seq_tokens if chunked else 0)
         first_s = min(

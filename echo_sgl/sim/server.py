@@ -11,9 +11,8 @@ from echo_sgl.batch_shape import StepKind
 from echo_sgl.sim.events import EventQueue, Priority
 from echo_sgl.sim.prefill import PrefillPass
 from echo_sgl.sim.results import SimResults
-from echo_sgl.sim.scheduler import SimScheduler
+from echo_sgl.sim.scheduler import SimScheduler, StepPlan
 from echo_sgl.sim.server_config import ServerConfig
-from echo_sgl.sim.step_plan import StepPlan
 from echo_sgl.sim.workload import Oracle, SimRequest, Trace, empty_trace
 from echo_sgl.types import Task
 
