@@ -23,7 +23,11 @@ KIT = KitConfig(page_size=1, kv_size=256)
 
 @pytest.fixture
 def cache() -> Any:
-    built, allocator, _ = build(KIT, "echo", protected_share=0.25)
+    return cache_of(KIT, "echo", protected_share=0.25)
+
+
+def cache_of(kit: KitConfig, order: str, *, protected_share: float) -> Any:
+    built, allocator, _ = build(kit, order, protected_share=protected_share)
     built.tokens = allocator
     built.pool = OfflinePool(PsmOrder(), capacity=100)
     built.tree_core.pending = built.pool
@@ -86,18 +90,15 @@ def test_what_is_evicted_from_under_a_pending_request_is_its_punishment(cache):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_of_a_leaf_only_what_nobody_waits_for_goes(page_size):
     kit = KitConfig(page_size=page_size, kv_size=256)
-    built, allocator, _ = build(kit, "next-use", protected_share=0.0)
-    built.pool = OfflinePool(PsmOrder(), capacity=100)
-    built.tree_core.pending = built.pool
-    built.pool.on_change = built.tree_core.prompt_changed
+    cache = cache_of(kit, "next-use", protected_share=0.0)
     document = list(range(100, 164))
-    insert(built, allocator, [*document, *range(20, 52)])
-    req = wait_for(built, "r1", [*document, *range(60, 92)])
-    built.evict(EvictParams(num_tokens=1))
-    assert match(built, document).device_prefix_len == len(document)
-    built.pool.remove(req.rid)
-    built.evict(EvictParams(num_tokens=1))
-    assert match(built, document).device_prefix_len == 0
+    put(cache, [*document, *range(20, 52)], Task.OFFLINE)
+    req = wait_for(cache, "r1", [*document, *range(60, 92)])
+    cache.evict(EvictParams(num_tokens=1))
+    assert match(cache, document).device_prefix_len == len(document)
+    cache.pool.remove(req.rid)
+    cache.evict(EvictParams(num_tokens=1))
+    assert match(cache, document).device_prefix_len == 0
 
 
 def test_what_the_host_tier_keeps_is_lost_when_it_goes_from_there_too(cache):
