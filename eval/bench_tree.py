@@ -1,9 +1,9 @@
 """The tree core's operations: Echo's against SGLang's Python and Rust cores, side by side.
 
 Ours runs with its dearest order (next-use) and 10,000 pending requests to look at; the stock
-cores have no such knowledge to keep. The operations go round the cores there and back, so all
-see the same machine and follow each other alike: an eviction that walks over all leaves leaves
-nothing of the next tree in the CPU's caches; medians.
+cores have no such knowledge to keep. The cores take turns of some rounds each, there and back, so
+that all see the same machine; medians. In a turn a core finds its own tree in the CPU's caches,
+which a model's forward pass would have emptied: how long an eviction takes then is a row apart.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ NUM_DOCUMENTS = 100
 DOCUMENT_TOKENS = 1_900
 QUESTION_TOKENS = 20
 NUM_PENDING = 10_000
-REPEATS = 200
+REPEATS, TURN = 200, 20
 # The Python core rebuilds a heap of all leaves: a third of a second a call at 100,000.
 SLOW_REPEATS = 5
+COLD_REPEATS = 40
+# More than any CPU's caches hold.
+SWEPT_BYTES = 256 * 1024**2
 
 Timings = dict[str, dict[str, list[float]]]
 
@@ -43,11 +46,12 @@ def run() -> list[dict[str, Any]]:
         trees = [_Tree(name, num_leaves) for name in ("echo", "rust", "python")]
         pool = _attach_pool(trees[0])
         timings: Timings = defaultdict(lambda: defaultdict(list))
-        for repeat in range(REPEATS):
-            for tree in trees if repeat % 2 else trees[::-1]:
-                if tree.name != "python" or num_leaves < max(LEAVES) or repeat < SLOW_REPEATS:
-                    tree.measure(repeat, timings)
-        rows += _rows(timings, num_leaves)
+        for turn in range(REPEATS // TURN):
+            for tree in trees if turn % 2 else trees[::-1]:
+                is_slow = tree.name == "python" and num_leaves == max(LEAVES)
+                tree.take_turn(turn, timings, SLOW_REPEATS if is_slow else REPEATS)
+        rows += _rows(timings, num_leaves, ("rust", "python"))
+        rows += _rows(_cold_timings(trees[:2]), num_leaves, ("rust",))
         rows.append(_reorder_row(trees[0], pool, num_leaves))
     return rows
 
@@ -87,9 +91,20 @@ class _Tree:
 
         return self.core.match_prefix(MatchPrefixParams(key=RadixKey(tokens))).last_device_node
 
-    def measure(self, repeat: int, timings: Timings) -> None:
-        """One of each operation, on prompts that no earlier repeat used."""
-        question = self.question(1_000_000 + repeat)
+    def take_turn(self, turn: int, timings: Timings, num_repeats: int) -> None:
+        """Some of each operation, on prompts that nobody used before.
+
+        Evictions by themselves: where one walks over all leaves, what comes next starts cold.
+        """
+        repeats = range(turn * TURN, min((turn + 1) * TURN, num_repeats))
+        for repeat in repeats:
+            self.measure_use(self.question(1_000_000 + repeat), timings)
+        for repeat in repeats:
+            self.insert(self.question(3_000_000 + repeat))
+            with _timed(timings, "evict one leaf", self.name):
+                self.evict_one()
+
+    def measure_use(self, question: array[int], timings: Timings) -> None:
         with _timed(timings, "match + insert of 1,920 tokens", self.name):
             self.match(question)
             node = self.insert(question)
@@ -98,8 +113,6 @@ class _Tree:
             self.core.dec_lock_ref(node, lock.to_dec_params())
         with _timed(timings, "split", self.name):
             self.match(question[: DOCUMENT_TOKENS + QUESTION_TOKENS // 2])
-        with _timed(timings, "evict one leaf", self.name):
-            self.evict_one()
 
     def evict_one(self) -> None:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -110,6 +123,19 @@ class _Tree:
         self.core.evict_device_end(ComponentType.FULL)
         result.device_frees.clear()
         result.cache_actions.clear()
+
+
+def _cold_timings(trees: Sequence[_Tree]) -> Timings:
+    """Evictions that find nothing of the tree or the code in the CPU's caches."""
+    timings: Timings = defaultdict(lambda: defaultdict(list))
+    swept = bytearray(SWEPT_BYTES)
+    for repeat in range(COLD_REPEATS):
+        for tree in trees:
+            tree.insert(tree.question(4_000_000 + repeat))
+            swept[:] = bytes(SWEPT_BYTES)
+            with _timed(timings, "evict one leaf with cold caches", tree.name):
+                tree.evict_one()
+    return timings
 
 
 class _timed:
@@ -182,11 +208,11 @@ def _bytes_per_leaf(name: str) -> list[float]:
     return [tree.bytes_per_leaf for tree in trees[1:]]  # the first one loads what all use
 
 
-def _rows(timings: Timings, num_leaves: int) -> list[dict[str, Any]]:
+def _rows(timings: Timings, num_leaves: int, stocks: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for operation, by_core in timings.items():
         ours = statistics.median(by_core["echo"])
-        for stock in ("rust", "python"):
+        for stock in stocks:
             name = f"{operation}, {num_leaves:,} leaves, against {stock}"
             samples = by_core[stock]
             rows.append(_row(name, ours, statistics.median(samples), "us", len(samples)))

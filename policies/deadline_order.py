@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -92,15 +92,15 @@ class DeadlineOrder(OfflineOrder):
     def oldest(self) -> PendingRequest | None:
         return self._other.oldest()
 
-    def need(self, namespace: str, path: MutableSequence[int]) -> PrefixNeed:
+    def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
         need = self._other.need(namespace, path)
         if need.is_next or not need.num_waiting:
             return need
         is_ahead = any(self.book.count_through(one, namespace, path) for one in self._ahead)
         return replace(need, is_next=is_ahead)
 
-    def shared_tokens(self, namespace: str, path: Sequence[int]) -> int:
-        return self._other.shared_tokens(namespace, path)
+    def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
+        return self._other.shared_tokens(namespace, path, at_least=at_least)
 
     def unstarted(self) -> Iterator[PendingRequest]:
         if not self._ahead:

@@ -7,7 +7,7 @@ behind every deadline that needs the capacity now, and before what is not urgent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedDict
@@ -125,7 +125,7 @@ class DeadlineBook:
         group: _Group | None = self._groups.get(deadline_s)
         return group.by_prefix.around(cursor) if group is not None else iter(())
 
-    def count_through(self, deadline_s: float, namespace: str, path: MutableSequence[int]) -> int:
+    def count_through(self, deadline_s: float, namespace: str, path: Sequence[int]) -> int:
         """How many prompts due at `deadline_s` start with `path`, see `PrefixIndex`."""
         group: _Group | None = self._groups.get(deadline_s)
         return group.by_prefix.count_through(namespace, path) if group else 0

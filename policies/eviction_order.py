@@ -1,7 +1,8 @@
 """Which evictable leaf of the prefix tree goes first.
 
 A leaf's place follows from `LeafFacts` alone. An order keeps the leaves sorted, so putting,
-dropping and finding the victim cost O(log n) however many leaves there are.
+dropping and finding the victim cost O(log n) however many leaves there are, but for the sweep
+that a heap makes each time its size in entries has gone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import Any
 
@@ -20,6 +22,9 @@ from echo_sgl.types import Task
 
 Cursor = Callable[[], PrefixKey | None]
 """Where the walk over the offline prompts stands, see `OfflineOrder.cursor`."""
+
+# A heap this short is not worth sweeping.
+_FEW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +102,39 @@ class EvictionOrder(ABC):
 
 
 class KeyedOrder(EvictionOrder):
-    """Leaves by a pure key, smallest first."""
+    """Leaves by a pure key, smallest first.
+
+    A heap: what was moved or dropped stays in it until it comes up, or until it is half of all.
+    """
 
     def __init__(self, key: Callable[[LeafFacts], tuple[Any, ...]]) -> None:
         self._key = key
-        self._sorted: SortedList[tuple[Any, ...]] = SortedList()
+        self._heap: list[tuple[Any, ...]] = []
         self._entries: dict[int, tuple[Any, ...]] = {}
 
     def put(self, facts: LeafFacts) -> None:
-        self.drop(facts.leaf)
-        entry = (*self._key(facts), facts.leaf)
-        self._entries[facts.leaf] = entry
-        self._sorted.add(entry)
+        entry = self._entries[facts.leaf] = (*self._key(facts), facts.leaf)
+        heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + _FEW:
+            self._heap = list(self._entries.values())
+            heapify(self._heap)
 
     def drop(self, leaf: int) -> None:
-        if (entry := self._entries.pop(leaf, None)) is not None:
-            self._sorted.remove(entry)
+        self._entries.pop(leaf, None)
 
     def victims(self) -> Iterator[int]:
-        return (entry[-1] for entry in self._sorted)
+        heap, entries = self._heap, self._entries
+        while heap and entries.get(heap[0][-1]) is not heap[0]:
+            heappop(heap)
+        # Nothing in a heap is smaller than its parent: what comes next is below what came.
+        below = [(heap[0], 0)] if heap else []
+        while below:
+            entry, place = heappop(below)
+            if entries.get(entry[-1]) is entry:
+                yield entry[-1]
+            children = range(2 * place + 1, min(2 * place + 3, len(heap)))
+            for child in children:
+                heappush(below, (heap[child], child))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,6 +156,37 @@ class EchoOrder(KeyedOrder):
         super().__init__(echo_key)
 
 
+class WalkOrder(EvictionOrder):
+    """Leaves that the prefix walk comes to, the last one first: all facts have a `walk_key`."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        self._sorted: SortedList[tuple[Any, ...]] = SortedList()
+        self._entries: dict[int, tuple[Any, ...]] = {}
+
+    def put(self, facts: LeafFacts) -> None:
+        self.drop(facts.leaf)
+        assert facts.walk_key is not None, f"no walk comes to leaf {facts.leaf}"
+        entry = self._entries[facts.leaf] = (*facts.walk_key, facts.leaf)
+        self._sorted.add(entry)
+
+    def drop(self, leaf: int) -> None:
+        if (entry := self._entries.pop(leaf, None)) is not None:
+            self._sorted.remove(entry)
+
+    def victims(self) -> Iterator[int]:
+        """Backwards from the cursor to the start, then from the end to the cursor."""
+        entries, cursor = self._sorted, self._cursor()
+        if cursor is None:
+            return (entry[-1] for entry in reversed(entries))
+        passed = entries.irange(maximum=cursor, reverse=True)
+        ahead = entries.irange(minimum=cursor, reverse=True)
+        return (entry[-1] for entry in chain(passed, ahead))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
 class NextUseOrder(EvictionOrder):
     """What nobody waits for by `echo_key`; the rest farthest next use first.
 
@@ -150,44 +200,31 @@ class NextUseOrder(EvictionOrder):
     """
 
     def __init__(self, cursor: Cursor) -> None:
-        self._cursor = cursor
-        self._idle = KeyedOrder(echo_key)
-        self._soon = KeyedOrder(echo_key)
-        self._on_walk: SortedList[tuple[Any, ...]] = SortedList()
-        self._entries: dict[int, tuple[Any, ...]] = {}
+        self._idle, self._soon = KeyedOrder(echo_key), KeyedOrder(echo_key)
+        self._on_walk = WalkOrder(cursor)
+        self._homes: dict[int, EvictionOrder] = {}
 
     def put(self, facts: LeafFacts) -> None:
         self.drop(facts.leaf)
+        home: EvictionOrder = self._on_walk
         if facts.is_protected or facts.is_next:
-            self._soon.put(facts)
+            home = self._soon
         elif facts.walk_key is None:
-            self._idle.put(facts)
-        else:
-            entry = self._entries[facts.leaf] = (*facts.walk_key, facts.leaf)
-            self._on_walk.add(entry)
+            home = self._idle
+        home.put(facts)
+        self._homes[facts.leaf] = home
 
     def drop(self, leaf: int) -> None:
-        self._idle.drop(leaf)
-        self._soon.drop(leaf)
-        if (entry := self._entries.pop(leaf, None)) is not None:
-            self._on_walk.remove(entry)
+        if (home := self._homes.pop(leaf, None)) is not None:
+            home.drop(leaf)
 
     def victims(self) -> Iterator[int]:
         yield from self._idle.victims()
-        yield from self._farthest_first()
+        yield from self._on_walk.victims()
         yield from self._soon.victims()
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._entries) + len(self._soon)
-
-    def _farthest_first(self) -> Iterator[int]:
-        """Backwards from the cursor to the start, then from the end to the cursor."""
-        entries, cursor = self._on_walk, self._cursor()
-        if cursor is None:
-            return (entry[-1] for entry in reversed(entries))
-        passed = entries.irange(maximum=cursor, reverse=True)
-        ahead = entries.irange(minimum=cursor, reverse=True)
-        return (entry[-1] for entry in chain(passed, ahead))
+        return len(self._homes)
 
 
 def create_eviction_order(name: str, *, cursor: Cursor) -> EvictionOrder:

@@ -36,7 +36,7 @@ class LostPrefixes:
     def __len__(self) -> int:
         return sum(len(entries) for entries in self._by_bucket.values())
 
-    def add(self, namespace: str, path: MutableSequence[int], start: int) -> None:
+    def add(self, namespace: str, path: Sequence[int], start: int) -> None:
         """Tokens `start` to the end of `path` were evicted while a request needed them."""
         if len(path) < _BUCKET_TOKENS:
             return

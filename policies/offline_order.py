@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
@@ -118,16 +118,19 @@ class OfflineOrder(ABC):
         heads = [next(iter(index.items())) for index in (self._by_age, self._resumed) if index]
         return min(heads)[1] if heads else None
 
-    def need(self, namespace: str, path: MutableSequence[int]) -> PrefixNeed:
+    def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
         """Who waits for the prefix `path` (at least one token); ways down `PrefixIndex`es."""
         num_resumed = self._resumed_by_prefix.count_through(namespace, path)
         walk_key, num_unstarted = self._by_prefix.last_and_count(namespace, path)
         return PrefixNeed(num_unstarted + num_resumed, walk_key, num_resumed > 0)
 
-    def shared_tokens(self, namespace: str, path: Sequence[int]) -> int:
-        """How much of `path` is the start of a waiting prompt; a way down each `PrefixIndex`."""
+    def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
+        """How much of `path` is the start of a waiting prompt; a way down each `PrefixIndex`.
+
+        0 if it is fewer than `at_least` tokens.
+        """
         indexes = self._by_prefix, self._resumed_by_prefix
-        return max(index.shared_tokens(namespace, path) for index in indexes)
+        return max(one.shared_tokens(namespace, path, at_least=at_least) for one in indexes)
 
     @property
     def cursor(self) -> PrefixKey | None:

@@ -9,7 +9,7 @@ every neighbour: that was most of what a change of the pending requests cost.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from operator import attrgetter
 
@@ -89,8 +89,8 @@ class PrefixIndex:
     """Requests sorted by prompt.
 
     An operation compares each token of its prompt once and takes one step for each point on
-    the way where prompts part. Prompts and paths must be of one type, whose slices compare
-    as lists do (list, array), and must not change once a request was added.
+    the way where prompts part. Slices of prompts and paths must be of one type and compare as
+    lists do (list, array); prompts must not change once a request was added.
     """
 
     def __init__(self) -> None:
@@ -168,34 +168,36 @@ class PrefixIndex:
             yield from self.after(key)
             yield from self.up_to(key)
 
-    def count_through(self, namespace: str, path: MutableSequence[int]) -> int:
+    def count_through(self, namespace: str, path: Sequence[int]) -> int:
         """How many prompts start with `path` (at least one token)."""
-        node = self._subtree(namespace, path)
+        node = self._subtree(namespace, path, len(path))
         return node.num_prompts if node is not None else 0
 
-    def last_and_count(
-        self, namespace: str, path: MutableSequence[int]
-    ) -> tuple[PrefixKey | None, int]:
+    def last_and_count(self, namespace: str, path: Sequence[int]) -> tuple[PrefixKey | None, int]:
         """The last key whose prompt starts with `path`, and how many there are."""
-        node = self._subtree(namespace, path)
+        node = self._subtree(namespace, path, len(path))
         return (prefix_key(node.last()), node.num_prompts) if node is not None else (None, 0)
 
-    def shared_tokens(self, namespace: str, path: Sequence[int]) -> int:
-        """How many tokens of `path` some prompt begins with."""
-        num_tokens, node = 0, self._roots.get(namespace)
+    def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int = 0) -> int:
+        """How many tokens of `path` some prompt begins with; 0 if fewer than `at_least`."""
+        num_tokens, node = 0, self._subtree(namespace, path, at_least)
         while node is not None:
             num_tokens = _common_end(node, path)
             is_passed = num_tokens == node.end < len(path)
             node = node.children.get(path[num_tokens]) if is_passed else None
         return num_tokens
 
-    def _subtree(self, namespace: str, path: Sequence[int]) -> _Node | None:
-        """The highest node that all prompts starting with `path` run through, and no other."""
+    def _subtree(self, namespace: str, path: Sequence[int], num_tokens: int) -> _Node | None:
+        """The highest node that all prompts starting as `path` does run through, and no other.
+
+        Down by the tokens where prompts part, and all of them compared once at the end: that a
+        path is nobody's often shows on the way.
+        """
         node: _Node | None = self._roots.get(namespace)
-        while node is not None and node.end < len(path):
+        while node is not None and node.end < num_tokens:
             node = node.children.get(path[node.end])
-            if node is not None and not node.agrees(path):
-                return None
+        if node is None or node.prompt[:num_tokens] != path[:num_tokens]:
+            return None
         return node
 
     def _path(self, request: PendingRequest) -> tuple[list[_Node], int]:

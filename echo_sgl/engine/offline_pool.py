@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -114,14 +113,14 @@ class OfflinePool:
             self._started_by_prefix.remove(started)
             self._changed(started)
 
-    def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
+    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
         """Echo's reference count of a prefix, and which waiting requests it counts."""
         need = self._order.need(namespace, path)
         return need.num_waiting + self._started_by_prefix.count_through(namespace, path), need
 
-    def shared_tokens(self, namespace: str, path: array[int]) -> int:
-        """How much of `path` is the start of a waiting prompt."""
-        return self._order.shared_tokens(namespace, path)
+    def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
+        """How much of `path` is the start of a waiting prompt; 0 if fewer than `at_least`."""
+        return self._order.shared_tokens(namespace, path, at_least=at_least)
 
     @property
     def cursor(self) -> PrefixKey | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,10 +25,11 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 )
 
 from echo_sgl.config import CacheConfig
+from echo_sgl.engine.node_path import NodePath
 from echo_sgl.engine.offline_pool import namespace_of
 from echo_sgl.engine.plain_walks import PlainWalks
 from echo_sgl.engine.tasks import task_of
-from echo_sgl.policies.eviction_order import LeafFacts, create_eviction_order, worth_of
+from echo_sgl.policies.eviction_order import LeafFacts, Worth, create_eviction_order, worth_of
 from echo_sgl.policies.lost_prefixes import LostPrefixes
 from echo_sgl.policies.offline_order import PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
@@ -37,6 +38,7 @@ from echo_sgl.types import Task
 
 _FULL = ComponentType.FULL
 _NO_NEED = PrefixNeed(num_waiting=0, walk_key=None, is_next=False)
+_WORTH_NAMES = {worth: worth.name.lower() for worth in Worth}
 # Leaves wait for their place until an eviction asks, but not more than this many: beyond it
 # each new one settles an old one, so that no single eviction pays for all of them.
 _MAX_UNSETTLED = 64
@@ -48,12 +50,12 @@ class PendingPrefixes(Protocol):
     @property
     def cursor(self) -> PrefixKey | None: ...
 
-    def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
+    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
         """Reference count of a prefix (waiting, parked and running), and who waits for it."""
         ...
 
-    def shared_tokens(self, namespace: str, path: array[int]) -> int:
-        """How much of a path is the start of a waiting prompt."""
+    def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
+        """How much of a path is the start of a waiting prompt; 0 if fewer than `at_least`."""
         ...
 
 
@@ -62,10 +64,10 @@ class NobodyWaits:
 
     cursor: PrefixKey | None = None
 
-    def need(self, namespace: str, path: array[int]) -> tuple[int, PrefixNeed]:
+    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
         return 0, _NO_NEED
 
-    def shared_tokens(self, namespace: str, path: array[int]) -> int:
+    def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
         return 0
 
 
@@ -145,7 +147,7 @@ class EchoTreeCore(PlainWalks):
         """What an eviction order may know of a node; exact at any time."""
         num_pending, need = 0, _NO_NEED
         if self.order.needs_pending:
-            num_pending, need = self.pending.need(namespace_of(node.key), path_of(node))
+            num_pending, need = self.pending.need(namespace_of(node.key), NodePath(node))
         return LeafFacts(
             leaf=node.id,
             last_access=node.last_access_time,
@@ -310,9 +312,12 @@ class EchoTreeCore(PlainWalks):
         is_backed_up_now = leaf.write_through_pending_id is not None
         if leaf.echo_facts.num_pending or is_backed_up_now or not self.order.needs_pending:
             return
-        path = path_of(leaf)
-        num_shared = self.pending.shared_tokens(namespace_of(leaf.key), path)
-        num_tokens = num_shared // self.page_size * self.page_size - len(path) + len(leaf.key)
+        path = NodePath(leaf)
+        start = len(path) - len(leaf.key)
+        num_shared = self.pending.shared_tokens(
+            namespace_of(leaf.key), path, at_least=start + self.page_size
+        )
+        num_tokens = num_shared // self.page_size * self.page_size - start
         if 0 < num_tokens < len(leaf.key):
             self._split_node(leaf.key, leaf, num_tokens)
 
@@ -325,7 +330,7 @@ class EchoTreeCore(PlainWalks):
         is_settled = node in self.evictable_device_leaves and node not in self._unsettled
         facts: LeafFacts = node.echo_facts if is_settled else self.facts_of(node)
         # A node with a host copy is read back, not computed again.
-        path = path_of(node) if facts.num_pending and not node.backuped else None
+        path = NodePath(node) if facts.num_pending and not node.backuped else None
         result = super().evict_device_leaf(node_id, is_write_back)
         self._count_evicted(facts, result.tracker)
         if result.tracker and path is not None:
@@ -335,7 +340,7 @@ class EchoTreeCore(PlainWalks):
     def drop_subtree_no_host(self, node_id: int) -> DropSubtreeNoHostResult:
         """A leaf that the host had no room for."""
         node = self.node_by_id(node_id)
-        facts, path = self.facts_of(node), path_of(node)
+        facts, path = self.facts_of(node), NodePath(node)
         result: DropSubtreeNoHostResult = super().drop_subtree_no_host(node_id)
         if result.is_dropped:
             self._count_evicted(facts, result.tracker)
@@ -346,10 +351,10 @@ class EchoTreeCore(PlainWalks):
     def _evict_host_leaf(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> None:
         """The host tier's own eviction, by recency: what was kept there is gone."""
         if self.facts_of(node).num_pending:
-            self._lose(node, path_of(node))
+            self._lose(node, NodePath(node))
         super()._evict_host_leaf(node, *args, **kwargs)
 
-    def _lose(self, node: UnifiedTreeNode, path: array[int]) -> None:
+    def _lose(self, node: UnifiedTreeNode, path: Sequence[int]) -> None:
         """No tier has this node's tokens, and requests wait for them."""
         self.lost.add(namespace_of(node.key), path, len(path) - len(node.key))
 
@@ -360,7 +365,7 @@ class EchoTreeCore(PlainWalks):
         return result
 
     def _count_evicted(self, facts: LeafFacts, freed: dict[ComponentType, int]) -> None:
-        worth = worth_of(facts).name.lower()
+        worth = _WORTH_NAMES[worth_of(facts)]
         self.counts.evicted_tokens[facts.task, worth] += freed.get(_FULL, 0)
 
     def charge_lost(self, req: Any) -> int:
@@ -381,15 +386,3 @@ def _num_alike(one: array[int], other: array[int]) -> int:
         else:
             longest = half - 1
     return alike
-
-
-def path_of(node: UnifiedTreeNode) -> array[int]:
-    """The tokens from the root to the end of a node."""
-    parts = []
-    while node.parent is not None:
-        parts.append(node.key.raw_token_ids())
-        node = node.parent
-    path = array("q")
-    for part in reversed(parts):
-        path.extend(part)
-    return path

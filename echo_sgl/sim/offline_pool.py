@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, islice
 
 from echo_sgl.policies.deadline_order import DeadlineOrder
@@ -42,12 +42,12 @@ class SimOfflinePool:
     def cursor(self) -> PrefixKey | None:
         return self._order.cursor
 
-    def need(self, namespace: str, path: MutableSequence[int]) -> tuple[int, PrefixNeed]:
+    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
         need = self._order.need(namespace, path)
         return need.num_waiting + self._started_by_prefix.count_through(namespace, path), need
 
-    def shared_blocks(self, path: Sequence[int]) -> int:
-        return self._order.shared_tokens("", path)
+    def shared_blocks(self, path: Sequence[int], *, at_least: int) -> int:
+        return self._order.shared_tokens("", path, at_least=at_least)
 
     def add(self, request: SimRequest, *, resumed: bool) -> None:
         self._forget_start(request)

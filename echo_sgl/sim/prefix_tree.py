@@ -7,7 +7,7 @@ prompts that share all blocks up to a point share their KV up to there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,9 +27,9 @@ class Pending(Protocol):
     @property
     def cursor(self) -> PrefixKey | None: ...
 
-    def need(self, namespace: str, path: MutableSequence[int]) -> tuple[int, PrefixNeed]: ...
+    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]: ...
 
-    def shared_blocks(self, path: Sequence[int]) -> int: ...
+    def shared_blocks(self, path: Sequence[int], *, at_least: int) -> int: ...
 
 
 class Node:
@@ -191,7 +191,8 @@ class PrefixTree:
         if not self.order.needs_pending or (leaf.facts is not None and leaf.facts.num_pending):
             return
         path = path_of(leaf)
-        num_blocks = self.pending.shared_blocks(path) - len(path) + len(leaf.blocks)
+        start = len(path) - len(leaf.blocks)
+        num_blocks = self.pending.shared_blocks(path, at_least=start + 1) - start
         if 0 < num_blocks < len(leaf.blocks):
             self._split(leaf, num_blocks)
 

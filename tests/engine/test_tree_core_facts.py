@@ -22,7 +22,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
 
 from echo_sgl.engine.offline_pool import OfflinePool, namespace_of
-from echo_sgl.engine.tree_core import path_of
 from echo_sgl.policies.eviction_order import Worth, echo_key, worth_of
 from echo_sgl.policies.offline_order import create_offline_order
 from echo_sgl.types import Task
@@ -291,3 +290,9 @@ def test_facts_and_places_are_exact_after_every_change(machine: type[TreeFacts])
         suppress_health_check=list(HealthCheck),
     )
     case.runTest()
+
+
+def path_of(node: Any) -> array[int]:
+    """The tokens from the root to the end of a node."""
+    before = path_of(node.parent) if node.parent is not None else array("q")
+    return before + node.key.token_ids if node.parent is not None else before

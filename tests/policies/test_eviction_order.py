@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.policies.eviction_order import (
     EvictionOrder,
+    KeyedOrder,
     LeafFacts,
     Worth,
     create_eviction_order,
@@ -70,6 +71,19 @@ def test_victims_come_by_their_key(name, key, history):
         order.put(facts)
     last = {facts.leaf: facts for facts in history}
     assert list(order.victims()) == sorted(last, key=lambda number: (*key(last[number]), number))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50)), min_size=200, max_size=300))
+def test_leaves_that_move_and_go_again_and_again_leave_nothing_behind(history):
+    order, here = KeyedOrder(lru_key), {}
+    for number, access in history:
+        if access == here.pop(number, None):
+            order.drop(number)
+        else:
+            here[number] = access
+            order.put(LeafFacts(number, last_access=float(access)))
+        assert list(order.victims()) == sorted(here, key=lambda one: (here[one], one))
+    assert len(order._heap) <= 2 * 10 + 64
 
 
 def test_echo_evicts_finished_offline_then_finished_online_then_by_reference_count():

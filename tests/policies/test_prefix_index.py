@@ -48,15 +48,19 @@ def test_counts_and_the_last_one_are_exact_after_removals(entries, namespace, pa
     assert len(index) == len(requests) - len(gone)
 
 
-@given(st.lists(st.tuples(namespaces, prompts), max_size=30), namespaces, prompts)
-def test_what_a_path_shares_with_some_prompt_is_exact(entries, namespace, path):
+@given(st.lists(st.tuples(namespaces, prompts), max_size=30), namespaces, prompts, st.data())
+def test_what_a_path_shares_with_some_prompt_is_exact(entries, namespace, path, data):
     index = PrefixIndex()
     for number, (name, prompt) in enumerate(entries):
         index.add(request(number, prompt, name))
     lengths = range(len(path), 0, -1)
     prompts_here = [prompt for name, prompt in entries if name == namespace]
     shares = (n for n in lengths if any(one[:n] == path[:n] for one in prompts_here))
-    assert index.shared_tokens(namespace, path) == next(shares, 0)
+    num_shared = next(shares, 0)
+    assert index.shared_tokens(namespace, path) == num_shared
+    at_least = data.draw(st.integers(0, len(path)))
+    enough = num_shared if num_shared >= at_least else 0
+    assert index.shared_tokens(namespace, path, at_least=at_least) == enough
 
 
 histories = st.lists(st.tuples(st.booleans(), namespaces, prompts), max_size=40)

@@ -45,7 +45,7 @@ class Nobody:
     def need(self, namespace: str, path: MutableSequence[int]) -> tuple[int, PrefixNeed]:
         return 0, PrefixNeed(num_waiting=0, walk_key=None, is_next=False)
 
-    def shared_blocks(self, path: Sequence[int]) -> int:
+    def shared_blocks(self, path: Sequence[int], *, at_least: int) -> int:
         return 0
 
 
@@ -100,7 +100,7 @@ def test_a_parent_can_go_when_its_last_child_has_gone() -> None:
 
 
 class WaitsForTwoBlocks(Nobody):
-    def shared_blocks(self, path: Sequence[int]) -> int:
+    def shared_blocks(self, path: Sequence[int], *, at_least: int) -> int:
         return 2
 
 
