@@ -159,14 +159,12 @@ class PsmOrder(OfflineOrder):
     prefix tree does (children in token order), which is how `PrefixIndex` keeps them.
     The walk goes on from the last pick and wraps around: newcomers to its left wait for the
     next round, as an elevator's passengers do, and do not pull it away from the prefix that
-    is in the cache. Before it leaves a prefix it goes back to its start for those who came
-    meanwhile, once, so that nobody's newcomers keep it for ever. A pick from further down the
-    line does not move it past those before.
+    is in the cache. A pick from further down the line does not move it past those before.
 
     With probability `1 - utility_ratio` a pick is the stalest request instead; such a pick
     leaves the walk where it is. The n-th draw depends only on `seed` and n.
 
-    Source: HyGen 4.3, A.2 and A.3; going round and going back are ours.
+    Source: HyGen 4.3, A.2 and A.3.
     """
 
     def __init__(self, *, utility_ratio: float = 1.0, seed: int = 0) -> None:
@@ -177,26 +175,16 @@ class PsmOrder(OfflineOrder):
         self._seed = seed
         self._num_picked = 0
         self._walk = Walk()
-        self._went_back_to: tuple[str, Sequence[int]] | None = None
-        self._has_changed = False
 
     @property
     def cursor(self) -> PrefixKey | None:
         return self._walk.cursor
 
-    def add(self, request: PendingRequest, *, resumed: bool = False) -> None:
-        super().add(request, resumed=resumed)
-        self._has_changed = True
-
     def _advance(self, request: PendingRequest) -> None:
         self._num_picked += 1
-        self._has_changed = True
         self._walk.advance(self.__contains__)
 
     def unstarted(self) -> Iterator[PendingRequest]:
-        if self._has_changed:
-            self._has_changed = False
-            self._go_back()
         seen: set[int] = set()
         by_age = (self._by_age[one] for one in self._by_age if one not in seen)
         by_prefix = self._walk.listing(self._in_prefix_order(seen))
@@ -207,21 +195,6 @@ class PsmOrder(OfflineOrder):
                 return
             seen.add(request.sequence)
             yield request
-
-    def _go_back(self) -> None:
-        """To the start of the prefix that the walk is about to leave, if it was not yet."""
-        if self.cursor is None:
-            return
-        namespace, prompt, _ = self.cursor
-        if self._went_back_to is not None:
-            known_namespace, prefix = self._went_back_to
-            if namespace == known_namespace and prompt[: len(prefix)] == prefix:
-                return
-            self._went_back_to = None
-        if (passed := self._by_prefix.passed_by(self.cursor)) is not None:
-            first, num_tokens = passed
-            self._walk.cursor = (namespace, first.prompt, first.sequence - 1)
-            self._went_back_to = namespace, prompt[:num_tokens]
 
     def _in_prefix_order(self, seen: set[int]) -> Iterator[PendingRequest]:
         """Depth first from behind the cursor, then from the start; without those in `seen`."""

@@ -78,19 +78,6 @@ class _Node:
         upper.attach(self)
         return upper
 
-    def has_behind(self, key: PrefixKey) -> bool:
-        """Whether somebody who parts here from `key`, which comes through, is behind it."""
-        _, prompt, sequence = key
-        if self.end < len(prompt):
-            return bool(self.first_tokens) and self.first_tokens[-1] > prompt[self.end]
-        return bool(self.first_tokens) or (bool(self.ends) and self.ends[-1].sequence > sequence)
-
-    def first(self) -> PendingRequest:
-        node = self
-        while not node.ends:
-            node = node.children[node.first_tokens[0]]
-        return node.ends[0]
-
     def last(self) -> PendingRequest:
         node = self
         while node.first_tokens:
@@ -180,25 +167,6 @@ class PrefixIndex:
         else:
             yield from self.after(key)
             yield from self.up_to(key)
-
-    def passed_by(self, key: PrefixKey) -> tuple[PendingRequest, int] | None:
-        """Who before `key` shares more of its prompt than anybody behind it does: the first.
-
-        With how many tokens of it all of these share, at least one. None if there are none.
-        """
-        namespace, prompt, _ = key
-        closest, node = None, self._roots.get(namespace)
-        while node is not None:
-            end = _common_end(node, prompt)
-            if end < node.end and (end == len(prompt) or node.prompt[end] > prompt[end]):
-                return None
-            if end < node.end:
-                break
-            has_behind = node.has_behind(key)
-            node = node.children.get(prompt[end]) if end < len(prompt) else None
-            if has_behind or not end:
-                closest = node
-        return (closest.first(), _common_end(closest, prompt)) if closest is not None else None
 
     def count_through(self, namespace: str, path: Sequence[int]) -> int:
         """How many prompts start with `path` (at least one token)."""

@@ -147,38 +147,6 @@ def test_the_walk_goes_on_from_the_last_pick_when_newcomers_sort_before_it():
     assert drain(order) == [1, 3, 2]
 
 
-def test_the_walk_does_not_leave_a_prefix_before_those_who_came_behind_its_back():
-    order = PsmOrder()
-    order.add(pending(0, "document, n"))
-    order.add(pending(1, "document, z"))
-    order.add(pending(2, "other"))
-    order.take(next(order.upcoming()))
-    for number, prompt in enumerate(["document, b", "document, a", "album"], start=3):
-        order.add(pending(number, prompt))
-    assert drain(order) == [1, 4, 3, 2, 5]
-
-
-def test_the_walk_goes_back_in_each_prefix_once_a_round():
-    order, taken = PsmOrder(), []
-    order.add(pending(0, "document, z"))
-    order.add(pending(1, "other"))
-    for number in range(2, 7):
-        request = next(order.upcoming())
-        order.take(request)
-        taken.append(request.sequence)
-        order.add(pending(number, f"document, {'zyxwvutsr'[number]}"))
-    assert taken == [0, 2, 1, 4, 3]
-
-
-def test_the_walk_stays_in_its_namespace_for_those_who_came_behind_its_back():
-    order = PsmOrder()
-    order.add(pending(0, "document, n", "one"))
-    order.add(pending(1, "document, z", "two"))
-    order.take(next(order.upcoming()))
-    order.add(pending(2, "document, a", "one"))
-    assert drain(order) == [2, 1]
-
-
 @given(
     prompts=st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=2, max_size=20),
     places=st.lists(st.integers(0, 5), min_size=20, max_size=20),

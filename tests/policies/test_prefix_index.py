@@ -63,36 +63,6 @@ def test_what_a_path_shares_with_some_prompt_is_exact(entries, namespace, path, 
     assert index.shared_tokens(namespace, path, at_least=at_least) == enough
 
 
-@given(
-    entries=st.lists(st.tuples(namespaces, prompts), max_size=30),
-    namespace=namespaces,
-    prompt=prompts,
-    sequence=st.integers(-1, 40),
-)
-def test_who_is_passed_by_shares_more_than_anybody_behind(entries, namespace, prompt, sequence):
-    index, key = PrefixIndex(), (namespace, prompt, sequence)
-    for number, (name, tokens) in enumerate(entries):
-        index.add(request(number, tokens, name))
-    here = [one for one in index if one.namespace == namespace]
-    behind = [shared(one.prompt, prompt) for one in here if prefix_key(one) > key]
-    passed = [
-        one
-        for one in here
-        if prefix_key(one) <= key and shared(one.prompt, prompt) > max(behind, default=0)
-    ]
-    first, num_tokens = index.passed_by(key) or (None, 0)
-    assert first is min(passed, key=prefix_key, default=None)
-    if passed:
-        assert num_tokens == min(shared(one.prompt, prompt) for one in passed)
-
-
-def shared(one: array[int], other: array[int]) -> int:
-    return next(
-        (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
-        min(len(one), len(other)),
-    )
-
-
 histories = st.lists(st.tuples(st.booleans(), namespaces, prompts), max_size=40)
 
 
