@@ -1,4 +1,4 @@
-"""README's example of `echo-sgl plan`: `python -m eval.plan_example`.
+"""The example of `echo-sgl plan` in docs/planning.md: `python -m eval.plan_example`.
 
 Writes five minutes of the Azure conversation trace, at a tenth of its rate, and the QMSum job to
 build/plan-example/, and runs the planner on them under the profile of a CPU server.
