@@ -7,17 +7,23 @@ the rest of the limit. One planner serves one scheduler; `begin` starts each ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from echo_sgl.batch_shape import BatchShape, Step, SummedShape
-from echo_sgl.config import StepsConfig
+from echo_sgl.config import EchoConfig, StepsConfig
 from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
-from echo_sgl.policies.batch_size import BatchSize
-from echo_sgl.policies.decode_selection import RESUME_SHARE, Decode, DecodeSelection
-from echo_sgl.policies.step_limit import NoLimit, OnlineView, StepLimit
+from echo_sgl.policies.batch_size import BatchSize, create_batch_size
+from echo_sgl.policies.decode_selection import (
+    RESUME_SHARE,
+    Decode,
+    DecodeSelection,
+    create_decode_selection,
+)
+from echo_sgl.policies.step_limit import NoLimit, OnlineView, StepLimit, create_step_limit
 
 USUAL_CHUNK_TOKENS = 2048
+BASE_DECODES = 8
 NOTHING_ONLINE = OnlineView(
     now_s=0.0, decode_due_s=math.inf, first_due_s=math.inf, alone_s=0.0, is_present=False
 )
@@ -322,6 +328,32 @@ class StepPlanner:
     @property
     def _is_known(self) -> bool:
         return self.estimator.is_ready
+
+
+def create_step_planner(
+    config: EchoConfig,
+    estimator: StepEstimator,
+    *,
+    max_decodes: int,
+    captured_batch_sizes: Iterable[int],
+) -> StepPlanner:
+    """The planner of a server, or of a simulated one, with the policies that its config names.
+
+    `captured_batch_sizes`: of CUDA graphs for decodes; none where decodes run without.
+    """
+    steps = config.steps
+    return StepPlanner(
+        steps,
+        create_step_limit(steps, config.slo),
+        estimator,
+        selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
+        batch_size=create_batch_size(
+            steps.batch_size,
+            base=min(BASE_DECODES, max_decodes),
+            maximum=max_decodes,
+            captured_batch_sizes=captured_batch_sizes,
+        ),
+    )
 
 
 def _page_aligned(tokens: int, max_tokens: int, page_size: int) -> int:

@@ -27,14 +27,11 @@ from echo_sgl.engine.step_timing import StepTimer, row_of_batch
 from echo_sgl.engine.terms import RequestTerms, terms_of
 from echo_sgl.estimators.lessons import Lessons
 from echo_sgl.estimators.live import LiveBatchTime
-from echo_sgl.policies.batch_size import create_batch_size
-from echo_sgl.policies.decode_selection import Decode, create_decode_selection
+from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.preemption import Holder, preemption_order
-from echo_sgl.policies.step_limit import create_step_limit
-from echo_sgl.policies.step_planner import Contexts, StepPlanner
+from echo_sgl.policies.step_planner import Contexts, create_step_planner
 from echo_sgl.types import Task
 
-BASE_DECODES = 8
 WAIT_WINDOW_S = 60.0
 
 
@@ -64,21 +61,17 @@ class StepControl:
         watch: DeadlineWatch,
         rank: int = 0,
     ) -> None:
-        steps = config.steps
         self.estimator, self.timer = estimator, timer
         self._watch = watch
         self.parked = ParkedDecodes()
         self.log = StepLog()
         self.decision_log = DecisionLog.from_environment(rank)
-        self.can_park = steps.park
-        self.planner = StepPlanner(
-            steps,
-            create_step_limit(steps, config.slo),
+        self.can_park = config.steps.park
+        self.planner = create_step_planner(
+            config,
             estimator,
-            selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
-            batch_size=create_batch_size(
-                steps.batch_size, base=min(BASE_DECODES, max_decodes), maximum=max_decodes
-            ),
+            max_decodes=max_decodes,
+            captured_batch_sizes=estimator.model.captured_batch_sizes,
         )
         self.counts = StepCounts()
         self.refusal: Refusal | None = None

@@ -15,13 +15,12 @@ from itertools import islice
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
-from echo_sgl.policies.batch_size import create_batch_size
-from echo_sgl.policies.decode_selection import Decode, create_decode_selection
+from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
-from echo_sgl.policies.step_limit import StepLimit, create_step_limit
-from echo_sgl.policies.step_planner import Contexts, StepPlanner
+from echo_sgl.policies.step_limit import StepLimit
+from echo_sgl.policies.step_planner import Contexts, create_step_planner
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.estimator_feed import EstimatorFeed
@@ -33,7 +32,6 @@ from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.sim.workload import SimRequest
 
-BASE_DECODES = 8
 MAX_SUMMED = 64
 
 
@@ -88,16 +86,11 @@ class SimScheduler:
         """What a step will take, and what may be in it."""
         config, echo = self.config, self.config.echo
         self.estimator = live_estimator(config)
-        self.planner = StepPlanner(
-            echo.steps,
-            create_step_limit(echo.steps, echo.slo),
+        self.planner = create_step_planner(
+            echo,
             self.estimator,
-            selection=create_decode_selection(echo.steps.decode_selection, seed=echo.offline.seed),
-            batch_size=create_batch_size(
-                echo.steps.batch_size,
-                base=min(BASE_DECODES, config.max_running_requests),
-                maximum=config.max_running_requests,
-            ),
+            max_decodes=config.max_running_requests,
+            captured_batch_sizes=self.estimator.model.captured_batch_sizes,
         )
         self.feed = EstimatorFeed(self.estimator, is_exact=not config.noise)
         # Most limits hold nothing between steps; then a step without offline work needs none.

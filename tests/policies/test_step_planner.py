@@ -9,11 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import SloConfig, StepsConfig
+from echo_sgl.config import SloConfig, StepsConfig, parse_config
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import Decode, create_decode_selection
 from echo_sgl.policies.step_limit import create_step_limit
-from echo_sgl.policies.step_planner import Contexts, StepPlanner
+from echo_sgl.policies.step_planner import Contexts, StepPlanner, create_step_planner
 
 NOW_S = 64.0
 ALL_SLACK = {"slack_share": 1.0, "lag_tokens": 0.0}
@@ -230,6 +230,19 @@ def test_the_most_decodes_of_a_step_count_online_ones():
     plan = begin(planner(max_decodes=5), decodes=2)
     assert plan.all_decode(Contexts.of([100] * 3))
     assert not plan.all_decode(Contexts.of([100] * 4))
+
+
+@pytest.mark.parametrize(("num_online", "num_offline"), [(3, 5), (9, 0), (0, 12)])
+def test_beside_online_requests_a_step_does_not_outgrow_the_largest_graph(num_online, num_offline):
+    config = parse_config({"slo": {"ttft_s": 99.0, "tpot_s": 99.0}, "steps": {"max_stall_s": 9.0}})
+    plan = create_step_planner(
+        config, Clockwork(), max_decodes=64, captured_batch_sizes=[1, 2, 4, 8]
+    )
+    begin(plan, decodes=num_online)
+    assert plan.all_decode(Contexts.of([100] * num_offline))
+    assert plan.all_decode(Contexts.of([100] * (num_offline + 1))) == (num_online == 0)
+    chosen = plan.choose_decodes(lambda: [decode(number) for number in range(12)])
+    assert len(chosen) == num_offline
 
 
 def test_while_nothing_is_known_offline_work_beside_online_requests_is_small():

@@ -171,6 +171,28 @@ def test_no_decision_knows_how_long_an_answer_will_be(
     assert before[0] == before[1]
 
 
+def test_offline_decodes_do_not_push_online_ones_out_of_their_graphs() -> None:
+    """SGLang issue 33483: beyond the largest graph steps take longer, and more requests gather."""
+
+    class Watched(SimServer):
+        most_decodes = 0
+
+        def _start_step(self, now_s: float) -> None:
+            super()._start_step(now_s)
+            if self._plan is not None and len(self.scheduler.online):
+                self.most_decodes = max(self.most_decodes, self._plan.row.num_decodes)
+
+    most = []
+    for captured in ((), (1, 2, 4, 8)):
+        config = server(device=device(captured), max_running_requests=64)
+        run = Watched(config, online_trace(20, rate_rps=2.0), offline_trace(60, num_prefixes=3))
+        run.run()
+        assert run.results.offline_done == 60
+        most.append(run.most_decodes)
+    assert most[0] > 8
+    assert most[1] == 8
+
+
 def _at_least(trace: Trace, num_tokens: int) -> Trace:
     answers = array("q", (num_tokens,)) * len(trace)
     return dataclasses.replace(trace, output_tokens=answers, max_new_tokens=512)

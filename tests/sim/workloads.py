@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from echo_sgl.config import parse_config
@@ -30,8 +31,9 @@ COEFFICIENTS = {
 SLO = {"slo": {"ttft_s": 1.0, "tpot_s": 0.05}}
 
 
-def device() -> BatchTimeModel:
-    return create_batch_time("pooled").with_coefficients(COEFFICIENTS)
+def device(captured_batch_sizes: Sequence[int] = ()) -> BatchTimeModel:
+    model = create_batch_time("pooled", captured_batch_sizes=captured_batch_sizes)
+    return model.with_coefficients(COEFFICIENTS)
 
 
 def server(sections: dict[str, Any] | None = None, **changes: Any) -> ServerConfig:
