@@ -143,8 +143,9 @@ def test_long_online_prompts_are_cut_one_after_the_other(tight_server, stock_tex
 @pytest.mark.parametrize(
     ("variant", "num_steps"),
     [
-        ((), 1000),
+        ((), 300),
         (MIXED_IN_TURN, 300),
+        pytest.param((), 1000, marks=pytest.mark.slow),
         pytest.param(MIXED_IN_TURN, 1000, marks=pytest.mark.slow),
     ],
 )
