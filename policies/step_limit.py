@@ -12,8 +12,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import SloConfig, StepsConfig
+from echo_sgl.policies.beside_time import BesideTime
 from echo_sgl.policies.online_attainment import BudgetController
 
 # Credit of the relative limit, as a multiple of the longest stall allowed.
@@ -68,6 +71,18 @@ class OnlineView:
     prefill_s: float = 0.0
 
 
+class OnlinePart(NamedTuple):
+    """What a step held of the online requests at hand, with its predicted time alone, in seconds.
+
+    `kind`: of a step with nothing else in it; None when they had to wait for this step.
+    `is_alone`: there was no offline work in it.
+    """
+
+    predicted_s: float
+    kind: StepKind | None
+    is_alone: bool
+
+
 class StepLimit(ABC):
     """Seconds that a step may take; the common part bounds what an arriving request waits.
 
@@ -95,12 +110,11 @@ class StepLimit(ABC):
         """What an online prefill may take before online decodes must go on; may be negative."""
         return math.inf
 
-    def note_step(self, online_s: float | None, elapsed_s: float) -> None:
-        """A step ended that took `elapsed_s`.
+    def note_step(self, online: OnlinePart | None, elapsed_s: float) -> None:
+        """A step ended, `elapsed_s` after it was planned; None when nobody was online."""
 
-        `online_s` is the predicted time of the online work in it alone: 0 when online requests
-        had to wait for it, None when there were none.
-        """
+    def note_waiting(self) -> None:
+        """Online requests wait for their first tokens when the next step is planned."""
 
     def note_request(self, is_met: bool) -> None:
         """An online request ended, with or without its promise kept."""
@@ -241,10 +255,12 @@ class BudgetLimit(StepLimit):
 class RelativeLimit(StepLimit):
     """Online work takes at most `max_inflation` times what it would alone, over time.
 
-    Each step with online work earns `max_inflation` times its predicted time alone and costs
-    what it took. What is left is credit for the next ones, up to a few stalls, so that a
-    chunk of offline prefill is paid for by the decodes before it. Needs no promise: it is
-    for servers whose users only want not to notice.
+    Each step with online work earns `max_inflation` times what it takes alone and costs what it
+    took. What is left is credit for the next ones, up to a few stalls, so that a chunk of
+    offline prefill is paid for by the decodes before it. What a step takes alone is its
+    prediction and what the host takes beside it (`BesideTime`). Whoever comes did not save any
+    of the credit, and all decode together: it ends when somebody waits for a first token.
+    Needs no promise: it is for servers whose users only want not to notice.
     """
 
     def __init__(self, stall_s: float, max_inflation: float) -> None:
@@ -252,14 +268,24 @@ class RelativeLimit(StepLimit):
         self._max_inflation = max_inflation
         self._max_credit_s = MAX_CREDIT_STALLS * stall_s
         self._credit_s = 0.0
+        self._beside = BesideTime(stall_s)
 
-    def note_step(self, online_s: float | None, elapsed_s: float) -> None:
-        if online_s is None:
+    def note_step(self, online: OnlinePart | None, elapsed_s: float) -> None:
+        if online is None:
             self._credit_s = 0.0
+            self._beside.observe(None, 0.0, is_alone=False)
             return
-        credit_s = self._credit_s + self._max_inflation * online_s - elapsed_s
+        alone_s, kind = online.predicted_s, online.kind
+        if kind is not None:
+            alone_s += self._beside.mean_s(kind)
+        credit_s = self._credit_s + self._max_inflation * alone_s - elapsed_s
         # A step that was predicted far too short must not stop offline work for long.
         self._credit_s = min(max(credit_s, -self.stall_s), self._max_credit_s)
+        beside_s = elapsed_s - online.predicted_s
+        self._beside.observe(kind, beside_s, is_alone=online.is_alone)
+
+    def note_waiting(self) -> None:
+        self._credit_s = min(self._credit_s, 0.0)
 
     def _limit_s(self, view: OnlineView) -> float:
         if not view.is_present:

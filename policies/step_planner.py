@@ -1,7 +1,8 @@
 """What offline work may join the next step, held against the limit of its time.
 
 Two phases (HyGen algorithm 2): what online requests need is there first, offline work fills
-the rest of the limit. One planner serves one scheduler; `begin` starts each step.
+the rest of the limit. One planner serves one scheduler; `begin` starts each step, and `launch`
+ends its planning.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from echo_sgl.policies.decode_selection import (
     DecodeSelection,
     create_decode_selection,
 )
-from echo_sgl.policies.step_limit import NoLimit, OnlineView, StepLimit, create_step_limit
+from echo_sgl.policies.step_limit import (
+    NoLimit,
+    OnlinePart,
+    OnlineView,
+    StepLimit,
+    create_step_limit,
+)
 
 USUAL_CHUNK_TOKENS = 2048
 BASE_DECODES = 8
@@ -105,6 +112,8 @@ class StepPlanner:
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self._online_decodes = BatchShape()
         self._decode_limit = math.inf
+        # When the step that runs was planned, and what online work it holds.
+        self._launched: tuple[float, OnlinePart | None] | None = None
 
     def begin(
         self,
@@ -122,15 +131,29 @@ class StepPlanner:
         first token or are being prefilled, with so many tokens to prefill at most; the due
         times are the least of each.
         """
+        if self._launched is not None:
+            launched_s, online = self._launched
+            self.limit.note_step(online, now_s - launched_s)
+            self._launched = None
         is_present = len(decodes) > 0 or num_waiting > 0
         alone_s = self.estimator.upper.predict_s(decodes) if self._is_known else 0.0
         prefill_s = self._prefill_s(waiting_tokens) if waiting_tokens and self._is_known else 0.0
         self._online_decodes = decodes
+        if num_waiting:
+            self.limit.note_waiting()
         self.view = OnlineView(now_s, decode_due_s, first_due_s, alone_s, is_present, prefill_s)
         self.limit_s = self.limit.limit_s(self.view)
         self._decode_limit = self.limit.decode_limit_s(self.view)
         if is_present:
             self._batch_size.observe(exceeded=alone_s > self.limit_s)
+
+    def launch(self, online: BatchShape, *, is_alone: bool) -> None:
+        """The step runs, with this online work in it and, unless `is_alone`, offline work."""
+        part = None
+        if self.view.is_present and self._is_known:
+            kind = online.kind if len(online) else None
+            part = OnlinePart(self.estimator.predict_s(online), kind, is_alone)
+        self._launched = self.view.now_s, part
 
     # ---- prefill ---------------------------------------------------------------------------
 

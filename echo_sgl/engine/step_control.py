@@ -82,8 +82,6 @@ class StepControl:
         self._now_s = 0.0
         self._lessons = Lessons(estimator)
         self._running = Running((), 0.0)
-        self._last_begin_s: float | None = None
-        self._last_online_s: float | None = None
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -95,9 +93,7 @@ class StepControl:
         self, now_s: float, running: ScheduleBatch, waiting: Sequence[Req], chunked: Req | None
     ) -> None:
         """Take in what runs and waits, before anything is decided for this step."""
-        if self._last_begin_s is not None:
-            self.planner.limit.note_step(self._last_online_s, now_s - self._last_begin_s)
-        self._last_begin_s, self._now_s = None, now_s
+        self._now_s = now_s
         self.parked.drop_finished()
         self._running = self._running.at(running.reqs, now_s)
         decodes = self._running.online
@@ -188,12 +184,7 @@ class StepControl:
             self.timer.expect(None)
             return None
         online, num_offline = self._online_part(batch, row)
-        view = self.planner.view
-        self._last_begin_s = self._now_s
-        self._last_online_s = None
-        if view.is_present:
-            online_s = self.estimator.predict_s(online) if len(online) else 0.0
-            self._last_online_s = online_s if math.isfinite(online_s) else None
+        self.planner.launch(online, is_alone=not num_offline)
         note = StepNote(
             start_s=self._now_s,
             row=row,

@@ -64,8 +64,6 @@ class SimScheduler:
         self._set_up_planning()
         self._set_up_requests()
         self.now_s = 0.0
-        self._begun_s: float | None = None
-        self._last_online_s: float | None = None
 
     def _set_up_memory(self) -> None:
         """The pool, its tree, and the reserve in it."""
@@ -164,9 +162,7 @@ class SimScheduler:
 
     def begin(self, now_s: float) -> None:
         """Take in what runs and waits, before anything is decided."""
-        if self._begun_s is not None:
-            self.planner.limit.note_step(self._last_online_s, now_s - self._begun_s)
-        self._begun_s, self.now_s = None, now_s
+        self.now_s = now_s
         self.tree.now_s = now_s
         self.feed.advance(now_s)
         if self.is_quiet:
@@ -291,15 +287,16 @@ class SimScheduler:
 
     def launch(self, plan: StepPlan) -> None:
         """A step is about to run: what would its online part take alone?"""
-        self._begun_s, self._last_online_s = self.now_s, None
-        if self._forgets_steps or not self.planner.view.is_present:
+        if self._forgets_steps:
             return
         online = self.online.shape() if plan.decodes else BatchShape()
+        is_alone = not (plan.decodes and self.offline.members)
         for request, new, cached in plan.prefills:
-            if not request.is_offline:
+            if request.is_offline:
+                is_alone = False
+            else:
                 online.add_prefill(new, cached)
-        online_s = self.estimator.predict_s(online) if len(online) else 0.0
-        self._last_online_s = online_s if math.isfinite(online_s) else None
+        self.planner.launch(online, is_alone=is_alone)
 
     # ---- memory ----------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import SloConfig, StepsConfig, parse_config
 from echo_sgl.policies.step_limit import (
     MAX_CREDIT_STALLS,
+    OnlinePart,
     OnlineView,
     Promise,
     RelativeLimit,
@@ -100,27 +102,56 @@ def test_the_relative_limit_gives_what_the_inflation_allows():
     assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.12)
 
 
+def part(predicted_s, kind=StepKind.DECODE, *, is_alone=False):
+    return OnlinePart(predicted_s, kind, is_alone)
+
+
+MADE_TO_WAIT = OnlinePart(0.0, None, False)
+
+
 def test_steps_below_the_inflation_save_up_for_a_chunk():
     limit = RelativeLimit(stall_s=1.0, max_inflation=1.5)
     for _ in range(4):
-        limit.note_step(online_s=0.1, elapsed_s=0.1)
+        limit.note_step(part(0.1), elapsed_s=0.1)
     assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15 + 4 * 0.05)
-    limit.note_step(online_s=0.0, elapsed_s=0.2)
+    limit.note_step(MADE_TO_WAIT, elapsed_s=0.2)
     assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15)
 
 
 def test_nothing_is_saved_up_while_nobody_is_online():
     limit = RelativeLimit(stall_s=1.0, max_inflation=1.5)
-    limit.note_step(online_s=0.1, elapsed_s=0.05)
-    limit.note_step(online_s=None, elapsed_s=5.0)
+    limit.note_step(part(0.1), elapsed_s=0.05)
+    limit.note_step(None, elapsed_s=5.0)
     assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15)
+
+
+def test_who_waits_for_a_first_token_ends_credit_and_not_debt():
+    """It came later than what the others saved, and would pay for it with them."""
+    for elapsed_s, left_s in ((0.1, 0.0), (0.3, -0.15)):
+        limit = RelativeLimit(stall_s=1.0, max_inflation=1.5)
+        limit.note_step(part(0.1), elapsed_s)
+        limit.note_waiting()
+        assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15 + left_s)
+
+
+def test_what_the_host_takes_beside_each_step_is_part_of_what_online_work_takes_alone():
+    """Else a server with a third of each step on the host never lets offline work in."""
+    limit = RelativeLimit(stall_s=1.0, max_inflation=1.1)
+    for _ in range(200):
+        limit.note_step(part(0.010, is_alone=True), elapsed_s=0.015)
+    before_s = limit.limit_s(view(alone_s=0.010))
+    limit.note_step(part(0.010), elapsed_s=0.0165)
+    assert limit.limit_s(view(alone_s=0.010)) == pytest.approx(before_s)
+    assert before_s > 0.1
+    limit.note_step(part(0.010), elapsed_s=0.0265)
+    assert limit.limit_s(view(alone_s=0.010)) == pytest.approx(before_s - 0.01)
 
 
 @given(steps=st.lists(st.tuples(seconds, seconds), max_size=50), inflation=st.floats(1.0, 3.0))
 def test_credit_and_debt_are_bounded(steps, inflation):
     limit = RelativeLimit(stall_s=0.1, max_inflation=inflation)
-    for online_s, elapsed_s in steps:
-        limit.note_step(online_s, elapsed_s)
+    for place, (online_s, elapsed_s) in enumerate(steps):
+        limit.note_step(part(online_s, is_alone=place % 3 > 0), elapsed_s)
     credit_s = limit._limit_s(view(alone_s=0.0))
     assert -0.1 - 1e-9 <= credit_s <= MAX_CREDIT_STALLS * 0.1 + 1e-9
 
@@ -135,7 +166,7 @@ def test_online_work_is_never_slower_than_the_inflation_over_time(online, wish):
     for alone_s, wish_s in zip(online, wish, strict=False):
         allowed_s = limit.limit_s(view(alone_s=alone_s))
         elapsed_s = max(alone_s, min(alone_s + wish_s, allowed_s))
-        limit.note_step(alone_s, elapsed_s)
+        limit.note_step(part(alone_s), elapsed_s)
         spent_s += elapsed_s
     assert spent_s <= 1.3 * sum(online) * (1 + 1e-9)
 
