@@ -23,57 +23,33 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 from rich.console import Console
 from rich.progress import track
 
-from echo_sgl.batch_shape import StepKind
-from echo_sgl.config import EchoConfig, SloConfig, load_config
+from echo_sgl.config import load_config
 from echo_sgl.errors import EchoError
 from echo_sgl.estimators.profile import Profile, load_profile
-from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig, SpeedChange
 from echo_sgl.types import Task
 from eval.ablation_arms import ERRORS
-from eval.ablation_load import build_mix
-from eval.ablation_options import AblationOptions
 from eval.cache_arms import Sections
-from eval.fidelity_replay import Prompts, bodies_of, noise_of, replay
 from eval.machine import provenance
-from eval.models import demo_model
 from eval.options import add_arguments, check_options, option
-from eval.records import Record
 from eval.report import table
-from eval.slo import parse_factors
+from eval.simulated_load import (
+    CONFIGS_DIR,
+    CPU_SERVER,
+    LEAD_S,
+    Load,
+    Pattern,
+    SimulatedServer,
+    latencies,
+    with_sections,
+    with_slo,
+)
 from eval.summary import tokens_per_s
-from eval.workloads.prompts import load_tokenizer
 
-ROOT = Path(__file__).resolve().parent
-RESULTS_DIR = ROOT / "results"
-CONFIGS_DIR = ROOT.parent / "configs"
-PROFILE = ROOT / "profiles" / "base-cpu.json"
-LEAD_S, DRAIN_S = 5.0, 20.0
-NO_PROMISE = SloConfig()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pattern:
-    """An online load: where it starts in its trace (s), its size, its rate over the asked one."""
-
-    workload: str
-    seed: int = 0
-    start_s: float = 0.0
-    rate_factor: float = 1.0
-    length_scale: float = 0.25
-    max_prompt_tokens: int = 1000
-
-    def __str__(self) -> str:
-        return (
-            f"{self.workload} (seed {self.seed}, from {self.start_s:g} s, {self.rate_factor:g} x "
-            f"the rate, prompts up to {self.max_prompt_tokens:,} tokens)"
-        )
-
-
+RESULTS_DIR = Path(__file__).resolve().parent / "results"
 LONG = Pattern("azure-qmsum", rate_factor=0.4, length_scale=1.0, max_prompt_tokens=4000)
 LOADS = (
     *(Pattern("azure-qmsum", start_s=start_s) for start_s in (0.0, 900.0, 1800.0)),
@@ -83,8 +59,6 @@ LOADS = (
 )
 # SLO over alone p99, TTFT[,TPOT]; how many times longer steps take than when that was measured.
 CASES = (("1.5", 1.0), ("1.5", 1.3), ("1.2,1.1", 1.0))
-# Steps scatter in another way than when the promises were measured.
-PROMISE_SEED, SEED = 0, 1
 ALONE = "no job at all"
 ALL = {"slack_share": 1.0, "lag_tokens": 0.0}
 # Name, preset, what is set otherwise in it.
@@ -124,7 +98,7 @@ class SlackOptions:
 
     @property
     def profile_path(self) -> Path:
-        return Path(self.profile) if self.profile else PROFILE
+        return Path(self.profile) if self.profile else CPU_SERVER.profile
 
     @property
     def rates(self) -> list[float]:
@@ -140,85 +114,6 @@ class Point:
     slo_factor: str
     slowness: float
     setting: str
-
-
-class Load:
-    """An online pattern and its job, with what is promised beside it."""
-
-    def __init__(self, options: SlackOptions, rate_rps: float, pattern: Pattern) -> None:
-        ablation = AblationOptions(
-            workload=pattern.workload,
-            seed=pattern.seed,
-            trace_start_s=pattern.start_s,
-            length_scale=pattern.length_scale,
-            max_prompt_tokens=pattern.max_prompt_tokens,
-            online_rps=rate_rps * pattern.rate_factor,
-            duration_s=options.duration_s,
-        )
-        tokenizer = load_tokenizer(str(demo_model("tiny")))  # all sizes have it
-        mix = build_mix(ablation, tokenizer, ablation.online_rps / ablation.online_load)
-        self._prompts = Prompts(bodies_of(mix), tokenizer)
-        self._profile = load_profile(options.profile_path, device="", model="", force=True)
-        self._ablation = ablation
-        self.online = [
-            _sent(f"online-{place}", Task.ONLINE, LEAD_S + arrival.at_s)
-            for place, arrival in enumerate(mix.arrivals)
-        ]
-        lines = mix.job[: ablation.window]
-        self.offline = [_sent(line["custom_id"], Task.OFFLINE, 0.0) for line in lines]
-
-    def run(
-        self,
-        echo: EchoConfig,
-        records: Sequence[Record],
-        *,
-        slowness: float = 1.0,
-        seed: int = SEED,
-    ) -> list[Record]:
-        """The same requests as the simulated server answers them."""
-        options = self._ablation
-        config = ServerConfig(
-            device=self._profile.estimator,
-            kv_tokens=options.pool_tokens,
-            echo=echo,
-            max_running_requests=options.max_running_requests,
-            chunked_prefill_tokens=options.chunked_prefill_size,
-            overlap=False,  # as our platform starts CPU servers
-            host=self._profile.host or NO_HOST_TIME,
-            noise=noise_of(self._profile),
-            step_factors=[SpeedChange(0.0, dict.fromkeys(StepKind, slowness))],
-            seed=seed,
-        )
-        end_s = LEAD_S + options.duration_s + DRAIN_S
-        return replay(config, records, self._prompts, end_s=end_s)[0]
-
-    @functools.cached_property
-    def alone_p99_s(self) -> tuple[float, float]:
-        """TTFT and TPOT of the online requests without a job and without promises."""
-        echo = with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE)
-        ttft_s, tpot_s = latencies(self.run(echo, self.online, seed=PROMISE_SEED))
-        return float(np.percentile(ttft_s, 99)), float(np.percentile(tpot_s, 99))
-
-    def promise(self, slo_factor: str) -> SloConfig:
-        """So many times the p99 of the online requests alone."""
-        factors, p99_s = parse_factors(slo_factor), self.alone_p99_s
-        return SloConfig(ttft_s=factors[0] * p99_s[0], tpot_s=factors[1] * p99_s[1])
-
-
-def with_sections(echo: EchoConfig, sections: Sections) -> EchoConfig:
-    """The preset with these changes, section by section."""
-    changed = {
-        name: dataclasses.replace(getattr(echo, name), **values)
-        for name, values in sections.items()
-    }
-    return dataclasses.replace(echo, **changed)
-
-
-def with_slo(echo: EchoConfig, slo: SloConfig) -> EchoConfig:
-    """The preset with these promises; "auto" is slack, with promises."""
-    is_auto = slo.ttft_s and echo.steps.limit == "relative"
-    limit = "slack" if is_auto else echo.steps.limit
-    return with_sections(dataclasses.replace(echo, slo=slo), {"steps": {"limit": limit}})
 
 
 def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
@@ -246,24 +141,8 @@ def run_point(options: SlackOptions, point: Point) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def load_of(options: SlackOptions, rate_rps: float, pattern: Pattern) -> Load:
     """Points of the same load follow each other, and share it."""
-    return Load(options, rate_rps, pattern)
-
-
-def _sent(rid: str, task: Task, at_s: float) -> Record:
-    return Record(rid, task, at_s, sent_s=at_s)
-
-
-def latencies(online: Sequence[Record]) -> tuple[Any, Any]:
-    """TTFT and TPOT of each request; infinite for what was not answered. Shapes: (n,)."""
-    ttft_s, tpot_s = [], []
-    for one in online:
-        first_s, last_s = one.first_token_s, one.last_token_s
-        if first_s is None or last_s is None:
-            first_s, last_s = np.inf, np.inf
-        ttft_s.append(first_s - one.scheduled_s)
-        gaps_s = last_s - first_s if np.isfinite(last_s) else np.inf
-        tpot_s.append(gaps_s / max(1, one.completion_tokens - 1))
-    return np.array(ttft_s), np.array(tpot_s)
+    server = SimulatedServer(options.profile_path)
+    return Load(rate_rps, pattern, duration_s=options.duration_s, server=server)
 
 
 def points(options: SlackOptions) -> Iterator[Point]:

@@ -7,22 +7,21 @@ import pytest
 
 from echo_sgl.config import load_config
 from eval.ablation_arms import ERRORS
+from eval.simulated_load import CONFIGS_DIR, Load, latencies, with_sections, with_slo
 from eval.slack_use import (
     ALONE,
-    CONFIGS_DIR,
     LOADS,
     SETTINGS,
-    Load,
     Point,
     SlackOptions,
-    latencies,
     main,
     run_point,
     summary_markdown,
     totals,
-    with_sections,
-    with_slo,
 )
+from eval.workloads import DATA_DIR
+
+pytestmark = pytest.mark.skipif(not DATA_DIR.is_dir(), reason="the real workloads are not here")
 
 OPTIONS = SlackOptions(rates_rps="1.5", duration_s=10.0)
 ECHO, BUDGET = "pace 0.5 (echo.toml)", "a budget (hygen.toml)"
@@ -95,7 +94,7 @@ def test_online_requests_alone_lose_nothing_by_being_promised_something():
     Cut to the slack, online prefills waste it.
     """
     pattern = next(one for one in LOADS if one.workload == "llm-d")
-    load = Load(SlackOptions(duration_s=40.0), 2.0, pattern)
+    load = Load(2.0, pattern, duration_s=40.0)
     echo = load_config(CONFIGS_DIR / "echo.toml")
     slo = load.promise("1.2,1.1")
 
