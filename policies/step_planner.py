@@ -107,6 +107,8 @@ class StepPlanner:
     ) -> None:
         self.limit, self.estimator = limit, estimator
         self.is_limited = not isinstance(limit, NoLimit)
+        # Most limits hold nothing between steps.
+        self.keeps_steps = type(limit).note_step is not StepLimit.note_step
         self.view = NOTHING_ONLINE
         self.limit_s = math.inf
         self._config, self._selection, self._batch_size = config, selection, batch_size
@@ -149,6 +151,8 @@ class StepPlanner:
 
     def launch(self, online: BatchShape, *, is_alone: bool) -> None:
         """The step runs, with this online work in it and, unless `is_alone`, offline work."""
+        if not self.keeps_steps:
+            return
         part = None
         if self.view.is_present and self._is_known:
             kind = online.kind if len(online) else None

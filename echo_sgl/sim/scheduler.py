@@ -19,7 +19,6 @@ from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
-from echo_sgl.policies.step_limit import StepLimit
 from echo_sgl.policies.step_planner import Contexts, create_step_planner
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup
@@ -91,8 +90,8 @@ class SimScheduler:
             captured_batch_sizes=self.estimator.model.captured_batch_sizes,
         )
         self.feed = EstimatorFeed(self.estimator, is_exact=not config.noise)
-        # Most limits hold nothing between steps; then a step without offline work needs none.
-        keeps_steps = type(self.planner.limit).note_step is not StepLimit.note_step
+        # Where no policy keeps count of steps, one without offline work needs no planning.
+        keeps_steps = self.planner.keeps_steps
         self._forgets_steps = not keeps_steps and echo.steps.batch_size == "fixed"
 
     def _set_up_requests(self) -> None:
