@@ -12,8 +12,9 @@ class BesideTime:
     """The mean time by which online work alone takes longer than predicted, per kind of step.
 
     Predictions are of the device; between two steps the host plans, sends tokens and takes in
-    requests, a third of the time on the H200 that was measured. Whoever compares what passes between two steps
-    with a prediction has to add it, or online work is late before any offline work joins.
+    requests: a third of the time on the H200 that was measured. Whoever compares what passes
+    between two steps with a prediction has to add it, or online work is late before any offline
+    work joins.
 
     With overlap scheduling a step's time passes while the next one is planned: only the second
     of two steps without offline work is learned from. One step counts for `most_s` at most.
