@@ -12,7 +12,6 @@ from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.samples import (
     MIN_SAMPLES,
     columns_of,
-    fit_nonnegative,
     fit_with_knee,
     kinds_of,
     require_variety,
@@ -20,8 +19,9 @@ from echo_sgl.estimators.samples import (
 )
 
 NUM_PREFILL = 6
-# Tokens from which on a prefill may cost more, or less, for each further one.
+# Tokens, and requests, from which on each further one may cost more, or less.
 KNEES_TOKENS = (32, 64, 128, 256, 512, 1024)
+KNEES_REQUESTS = (2, 4, 8, 16, 32, 64)
 
 
 class PooledBatchTime(BatchTimeModel):
@@ -32,16 +32,18 @@ class PooledBatchTime(BatchTimeModel):
     for a few tokens as for one and computes for many: up to the knee k a token is cheap. Few
     tokens behind a long prefix wait for its keys and values to be read: h, where the area says
     nearly nothing.
-    Decode: T_d = g * max(L) + d * n * mean(L) + e * n + f. Echo's d * mean(L) falls when a
-    shorter request joins, as if work saved time; times the batch size n it is the same at
-    one batch size (in d) and never falls. e and f are ours too: Echo's has no term for n.
+    Decode: T_d = g * max(L) + d * n * mean(L) + e * min(n, m) + e' * max(n - m, 0) + f. Echo's
+    d * mean(L) falls when a shorter request joins, as if work saved time; times the batch size
+    n it is the same at one batch size (in d) and never falls. e, e' and f are ours too: Echo's
+    has no term for n. Up to a knee m as for prefills: on CPUs the second request costs several
+    times as much as the fourth.
     Mixed: T = max(T_p, T_d) + r * min(T_p, T_d), 0 <= r <= 1.
 
     T_p and T_d are fitted to steps that only prefill and only decode, r to mixed steps; r
     is 1 (the whole sum) where none was measured. A server with mixed chunks hardly ever only
     prefills: where a pure kind is too rare, all steps are fitted at once, as such a sum.
 
-    Source: Echo eq. 6-8; the knee, the cached prefix and the batch-size terms are ours.
+    Source: Echo eq. 6-8; the knees, the cached prefix and the batch-size terms are ours.
     Units:  tokens in, seconds out.
     Errors: `fit` needs mixed steps or both pure kinds; it names the column that lacks them.
     """
@@ -57,7 +59,9 @@ class PooledBatchTime(BatchTimeModel):
         "decode_max_token",
         "decode_token",
         "decode_request",
+        "decode_request_beyond",
         "decode_step",
+        "decode_knee",
         "mixing",
     )
 
@@ -69,13 +73,10 @@ class PooledBatchTime(BatchTimeModel):
             )
         return super().with_coefficients(coefficients)
 
-    def _decode(self, batch: Any, num_decodes: Any) -> tuple[Any, ...]:
-        return batch.max_decode_tokens, batch.decode_tokens, num_decodes, num_decodes > 0
-
     def _predict(self, step: Step, num_decodes: int) -> float:
         # `weighted_sum` of `_prefill` and `_decode`, written out: it is asked for often.
         (area, token, beyond, cached, step_s, knee,
-         longest, context, request, decode_step_s, mixing) = self._values  # fmt: skip
+         longest, context, request, more, decode_step_s, wide, mixing) = self._values  # fmt: skip
         prefill_s = decode_s = 0.0
         if tokens := step.prefill_tokens:
             prefill_s = area * step.prefill_area
@@ -86,20 +87,29 @@ class PooledBatchTime(BatchTimeModel):
             prefill_s = prefill_s + cached * step.cached_tokens + step_s
         if num_decodes:
             decode_s = longest * step.max_decode_tokens + context * step.decode_tokens
-            decode_s = decode_s + request * num_decodes + decode_step_s
+            if num_decodes <= wide:
+                decode_s += request * num_decodes
+            else:
+                decode_s = decode_s + request * wide + more * (num_decodes - wide)
+            decode_s += decode_step_s
         return max(prefill_s, decode_s) + mixing * min(prefill_s, decode_s)
 
     def _predict_columns(self, batch: Any, num_decodes: Any) -> FloatArray:
         *prefill, knee = self._values[:NUM_PREFILL]
+        *decode, wide, mixing = self._values[NUM_PREFILL:]
         prefill_s = weighted_sum(prefill, _prefill(batch, knee))
-        decode_s = weighted_sum(self._values[NUM_PREFILL:-1], self._decode(batch, num_decodes))
+        decode_s = weighted_sum(decode, _decode(batch, num_decodes, wide))
         total_s: FloatArray = np.maximum(prefill_s, decode_s)
-        total_s += self._values[-1] * np.minimum(prefill_s, decode_s)
+        total_s += mixing * np.minimum(prefill_s, decode_s)
         return total_s
 
     def _fit(self, batch: Any, num_decodes: Any, times_s: FloatArray) -> Sequence[float]:
         rows = np.column_stack(batch)
         is_prefill, is_decode, is_mixed = kinds_of(rows).values()
+        decode = [0.0]
+        if is_decode.sum() >= MIN_SAMPLES:
+            decodes = columns_of(rows[is_decode]), num_decodes[is_decode]
+            decode = _fit_decode(*decodes, times_s[is_decode])
         try:
             require_variety(rows[is_prefill], ("prefill_tokens",), "steps that only prefill")
             decode_columns = ("num_decodes", "decode_tokens")
@@ -107,14 +117,13 @@ class PooledBatchTime(BatchTimeModel):
         except ValueError:
             if is_mixed.sum() < MIN_SAMPLES:
                 raise
-            return *_fit_prefill(batch, times_s, self._decode(batch, num_decodes)), 1.0
+            return *_fit_whole(batch, num_decodes, times_s, knee=decode[-1]), 1.0
         prefill = _fit_prefill(columns_of(rows[is_prefill]), times_s[is_prefill])
-        decodes = self._decode(columns_of(rows[is_decode]), num_decodes[is_decode])
-        decode = fit_nonnegative(decodes, times_s[is_decode])
         mixed = columns_of(rows[is_mixed])
         *weights, knee = prefill
         prefill_s = weighted_sum(weights, _prefill(mixed, knee))
-        decode_s = weighted_sum(decode, self._decode(mixed, num_decodes[is_mixed]))
+        *weights, knee = decode
+        decode_s = weighted_sum(weights, _decode(mixed, num_decodes[is_mixed], knee))
         return *prefill, *decode, _mixing(prefill_s, decode_s, times_s[is_mixed])
 
 
@@ -125,13 +134,36 @@ def _prefill(batch: Any, knee: float) -> tuple[Any, ...]:
     return batch.prefill_area, below, beyond, batch.cached_tokens, batch.num_prefills > 0
 
 
-def _fit_prefill(batch: Any, times_s: FloatArray, others: tuple[Any, ...] = ()) -> Sequence[float]:
+def _decode(batch: Any, num_decodes: Any, knee: float) -> tuple[Any, ...]:
+    """What the coefficients of a decode but the knee weigh."""
+    below, beyond = np.minimum(num_decodes, knee), np.maximum(num_decodes - knee, 0.0)
+    return batch.max_decode_tokens, batch.decode_tokens, below, beyond, num_decodes > 0
+
+
+def _fit_prefill(batch: Any, times_s: FloatArray, others: tuple[Any, ...] = ()) -> list[float]:
     """The coefficients of a prefill, then those of `others`."""
     rest = batch.cached_tokens, batch.num_prefills > 0, *others
     (beyond, below, area, cached, step, *more), knee = fit_with_knee(
         batch.prefill_tokens, KNEES_TOKENS, (batch.prefill_area, *rest), times_s
     )
-    return area, below, beyond, cached, step, knee, *more
+    return [area, below, beyond, cached, step, knee, *more]
+
+
+def _fit_decode(batch: Any, num_decodes: FloatArray, times_s: FloatArray) -> list[float]:
+    """The coefficients of a decode."""
+    others = batch.max_decode_tokens, batch.decode_tokens, num_decodes > 0
+    (beyond, below, longest, context, step), knee = fit_with_knee(
+        num_decodes, KNEES_REQUESTS, others, times_s
+    )
+    return [longest, context, below, beyond, step, knee]
+
+
+def _fit_whole(
+    batch: Any, num_decodes: FloatArray, times_s: FloatArray, *, knee: float
+) -> list[float]:
+    """The coefficients of both where steps do both at once; `knee` is that of decodes."""
+    fitted = _fit_prefill(batch, times_s, _decode(batch, num_decodes, knee))
+    return [*fitted, knee]
 
 
 def _mixing(prefill_s: FloatArray, decode_s: FloatArray, times_s: FloatArray) -> float:

@@ -50,7 +50,9 @@ DEVICE = {
     "decode_max_token": 0.0,
     "decode_token": 1.5e-8,
     "decode_request": 2e-5,
+    "decode_request_beyond": 2e-5,
     "decode_step": 0.006,
+    "decode_knee": 0.0,
     "mixing": 0.7,
 }
 

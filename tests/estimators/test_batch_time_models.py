@@ -93,11 +93,24 @@ def test_pooled_takes_the_whole_sum_where_no_mixed_step_was_measured():
     assert model.coefficients_["mixing"] == 1.0
 
 
-def test_pooled_finds_the_knee_and_the_cached_prefix():
+@pytest.mark.parametrize(("num_decodes", "time_s"), [(1, 5.0), (3, 15.0), (5, 15.0 + 2 * 2)])
+def test_pooled_prices_decodes_beyond_the_knee_on_their_own(num_decodes, time_s):
+    weights = {"decode_request": 5.0, "decode_request_beyond": 2.0, "decode_knee": 3.0}
+    assert predicted_s("pooled", [(0, 10)] * num_decodes, **weights) == time_s
+
+
+def test_pooled_finds_the_knees_and_the_cached_prefix():
     truth, rows = true_model("pooled"), random_rows(900, seed=6)
     found = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=7)).coefficients_
-    assert found["prefill_knee"] == truth.coefficients_["prefill_knee"]
-    for name in ("prefill_token", "prefill_token_beyond", "prefill_cached"):
+    for name in ("prefill_knee", "decode_knee"):
+        assert found[name] == truth.coefficients_[name], name
+    for name in (
+        "prefill_token",
+        "prefill_token_beyond",
+        "prefill_cached",
+        "decode_request",
+        "decode_request_beyond",
+    ):
         assert found[name] == pytest.approx(truth.coefficients_[name], rel=0.2), name
 
 

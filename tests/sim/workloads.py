@@ -25,7 +25,9 @@ COEFFICIENTS = {
     "decode_max_token": 0.0,
     "decode_token": 4e-8,
     "decode_request": 5e-5,
+    "decode_request_beyond": 5e-5,
     "decode_step": 0.012,
+    "decode_knee": 0.0,
     "mixing": 0.7,
 }
 SLO = {"slo": {"ttft_s": 1.0, "tpot_s": 0.05}}
