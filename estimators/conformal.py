@@ -62,7 +62,9 @@ class ConformalBand:
             if not 0 < quantile < 1:
                 raise ValueError(f"quantiles holds {quantile}; each must lie between 0 and 1")
         self._model, self._stale_s, self._cold_ratio = model, stale_s, cold_ratio
-        self._bands = {kind: _Band(quantiles, coverage_window) for kind in StepKind}
+        self._bands = {
+            kind: _Band(quantiles, coverage_window, self.NUM_CENTRAL) for kind in StepKind
+        }
 
     def predict_upper(self, step: Step, quantile: float) -> float:
         """Seconds that a share `quantile` of such steps stays below; 0 without requests.
@@ -107,15 +109,16 @@ class ConformalBand:
             band.replace((row, time_s, self._log_ratio(row, time_s)) for row, time_s in recent)
             band.drift.restart()
 
-    def median_ratio(self, kind: StepKind) -> float:
-        """What the last `NUM_CENTRAL` steps of this kind took beside the prediction; 1 before.
+    def central_ratio(self, kind: StepKind) -> float:
+        """What a step of this kind takes beside the prediction, as likely more as less; 1 before.
 
-        A model that is off by a factor for this kind is put right by it. Far fewer steps than the
-        bound needs: what slows a machine slows it for some steps. The fewest of which two that
-        are off by chance move nothing; the errors of decodes on CPUs are a tenth less than with
-        30 (`python -m eval.step_times`).
+        The median of the recent ones puts a model right that is off by a factor. What slows a
+        machine slows it for some steps: the median of the last `NUM_CENTRAL`, the fewest of
+        which two that are off by chance move nothing, counts as far as such differences have
+        lasted: by 0.6 to 1 for steps of 8 ms or more on a shared CPU, hardly for a GPU's prefills,
+        which differ by their shapes (`python -m eval.step_times`).
         """
-        return self._bands[kind].centre(self.NUM_CENTRAL)
+        return self._bands[kind].centre()
 
     def evidence(self, kind: StepKind, now_s: float) -> Evidence:
         """Whether bounds of this kind rest on enough steps, and on recent ones."""
@@ -191,18 +194,42 @@ class _Tracker:
         self._level = max(0.0, self._level)
 
 
+class _Lasting:
+    """How much of what the last steps differ from the usual by the next one differs by, too.
+
+    A regression through 0 whose samples fade, between 0 and 1; logarithms of ratios, cut to
+    `MOST`. At first all of it, as if a difference of 1 % had lasted.
+    """
+
+    FADING = 0.99
+    MOST = 0.3
+
+    def __init__(self) -> None:
+        self._product = self._square = 1e-4
+
+    @property
+    def share(self) -> float:
+        return min(1.0, max(0.0, self._product / self._square))
+
+    def learn(self, last: float, following: float) -> None:
+        last, following = (max(-self.MOST, min(self.MOST, one)) for one in (last, following))
+        self._product = self.FADING * self._product + last * following
+        self._square = self.FADING * self._square + last * last
+
+
 class _Band:
     """One kind's recent steps with the logarithms of their ratios, in order of time and of size.
 
-    `ratios` keeps what a quantile's bound is until the next step, as `centre` does with the
-    median: they are asked for often.
+    `ratios` keeps what a quantile's bound is until the next step, as `centre` does: they are
+    asked for often.
     """
 
-    def __init__(self, quantiles: Sequence[float], coverage_window: int) -> None:
+    def __init__(self, quantiles: Sequence[float], coverage_window: int, num_last: int) -> None:
         self.recent: deque[tuple[BatchRow, float, float]] = deque()
         self.ordered: list[float] = []
         self.drift = DriftDetector()
         self.last_s: float | None = None
+        self._num_last, self._lasting = num_last, _Lasting()
         self._centre: float | None = None
         self.ratios: dict[float, float] = {}
         self._trackers = {one: _Tracker(one, coverage_window) for one in quantiles}
@@ -221,6 +248,9 @@ class _Band:
     def add(self, row: BatchRow, time_s: float, log_ratio: float) -> None:
         self.ratios.clear()
         self._centre = None
+        if len(self.recent) >= self._num_last:
+            usual = self._usual
+            self._lasting.learn(self._last - usual, log_ratio - usual)
         self.recent.append((row, time_s, log_ratio))
         insort(self.ordered, log_ratio)
 
@@ -230,13 +260,13 @@ class _Band:
         self.recent = deque(steps)
         self.ordered = sorted(log_ratio for _, _, log_ratio in self.recent)
 
-    def centre(self, num_central: int) -> float:
-        """The median ratio of so many latest steps; 1 before there were as many."""
-        if len(self.recent) < num_central:
+    def centre(self) -> float:
+        """The ratio to expect; 1 before there were `num_last` steps."""
+        if len(self.recent) < self._num_last:
             return 1.0
         if self._centre is None:
-            latest = sorted(one for _, _, one in islice(reversed(self.recent), num_central))
-            self._centre = math.exp(latest[num_central // 2])
+            usual = self._usual
+            self._centre = math.exp(usual + self._lasting.share * (self._last - usual))
         return self._centre
 
     def shrink(self, num_left: int) -> None:
@@ -244,3 +274,12 @@ class _Band:
         while len(self.recent) > num_left:
             _, _, log_ratio = self.recent.popleft()
             del self.ordered[bisect_left(self.ordered, log_ratio)]
+
+    @property
+    def _usual(self) -> float:
+        return self.ordered[len(self.ordered) // 2]
+
+    @property
+    def _last(self) -> float:
+        latest = sorted(one for _, _, one in islice(reversed(self.recent), self._num_last))
+        return latest[self._num_last // 2]

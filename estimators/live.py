@@ -3,7 +3,7 @@
 observe -> RefitBuffer ---every refit_steps---> a new fit of the model
         -> ConformalBand: recent measured / predicted, per kind of step
 
-predict_s = model * median ratio                         * (1 + error)
+predict_s = model * ratio to expect                      * (1 + error)
 upper_s   = model * ratio that `quantile` stays below    * (1 + error) [* STALE_FACTOR]
 """
 
@@ -91,7 +91,7 @@ class LiveBatchTime:
             return math.inf
         if not (step.num_prefills or step.num_decodes):
             return 0.0
-        return self._model.predict_s(step) * self._band.median_ratio(step.kind) * self._factor
+        return self._model.predict_s(step) * self._band.central_ratio(step.kind) * self._factor
 
     def upper_s(self, step: Step) -> float:
         """Seconds that a share `quantile` of such steps stays below; 0 without requests.

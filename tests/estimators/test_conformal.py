@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -317,25 +318,39 @@ def test_every_kind_of_step_can_be_learned_from():
 # The centre
 
 
-def test_the_median_ratio_waits_for_five_steps_and_follows_a_change_within_three():
+def test_the_central_ratio_waits_for_five_steps_and_follows_a_change_within_three():
     one = band()
     play(one, [0.4] * 4)
-    assert one.median_ratio(StepKind.DECODE) == 1.0
+    assert one.central_ratio(StepKind.DECODE) == 1.0
     play(one, [0.4])
-    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.4))
+    assert one.central_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.4))
     play(one, [0.4] * 300 + [-0.2] * 3)
-    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(-0.2))
-    assert one.median_ratio(StepKind.MIXED) == 1.0
+    assert one.central_ratio(StepKind.DECODE) == pytest.approx(math.exp(-0.2))
+    assert one.central_ratio(StepKind.MIXED) == 1.0
 
 
-def test_the_median_ratio_ignores_outliers():
+def test_the_central_ratio_ignores_outliers():
     one = band()
     play(one, [0.1] * 20 + [5.0, 5.0])
-    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.1))
+    assert one.central_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.1))
+
+
+def test_what_never_lasts_is_not_followed():
+    one, rng = band(), random.Random(4)
+    play(one, [0.1 + rng.gauss(0.0, 0.1) for _ in range(400)] + [0.3] * 3)
+    assert math.exp(0.0) < one.central_ratio(StepKind.DECODE) < math.exp(0.2)
+
+
+def test_what_lasts_for_some_steps_is_followed():
+    one, rng, ratios = band(), random.Random(5), []
+    for _ in range(20):
+        ratios += [rng.gauss(0.0, 0.2)] * 20
+    play(one, [*ratios, 0.3, 0.3, 0.3])
+    assert one.central_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.3), rel=0.05)
 
 
 def test_another_model_is_put_right_by_the_same_steps():
     one = band()
     play(one, [0.4] * 40)
     one.replace_model(Constant(0.02))
-    assert one.median_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.4) / 2)
+    assert one.central_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.4) / 2)
