@@ -236,7 +236,8 @@ class _Band:
         self.last_s: float | None = None
         self.bounds: dict[float, float] = {}
         self._num_last, self._lasting = num_last, _Lasting()
-        self._expected: float | None = None
+        self._centre: float | None = None
+        self._found: tuple[float, float] | None = None
         self._trackers = {one: _Tracker(one, coverage_window) for one in quantiles}
 
     def tracker(self, quantile: float) -> _Tracker:
@@ -252,10 +253,9 @@ class _Band:
 
     def learn(self, row: BatchRow, time_s: float, log_ratio: float) -> None:
         """Add a step that ended just now."""
-        if len(self.recent) >= self._num_last:
-            usual = self._usual
-            self._lasting.learn(self._last - usual, log_ratio - usual)
+        usual, last = self._levels()
         self._add(row, time_s, log_ratio)
+        self._lasting.learn(last - usual, log_ratio - usual)
 
     def replace(self, steps: Iterable[tuple[BatchRow, float, float]]) -> None:
         """Other steps, oldest first, instead of those that are here."""
@@ -268,7 +268,9 @@ class _Band:
 
     def centre(self) -> float:
         """The ratio to expect; 1 before there were `num_last` steps."""
-        return math.exp(self._expect())
+        if self._centre is None:
+            self._centre = math.exp(self._expect())
+        return self._centre
 
     def shrink(self, num_left: int) -> None:
         self._changed()
@@ -286,24 +288,20 @@ class _Band:
 
     def _changed(self) -> None:
         self.bounds.clear()
-        self._expected = None
+        self._centre = self._found = None
 
     def _expect(self) -> float:
+        usual, last = self._levels()
+        return usual + self._lasting.share * (last - usual)
+
+    def _levels(self) -> tuple[float, float]:
+        """The median of all that are here and of the last; 0 before there were `num_last`."""
         if len(self.recent) < self._num_last:
-            return 0.0
-        if self._expected is None:
-            usual = self._usual
-            self._expected = usual + self._lasting.share * (self._last - usual)
-        return self._expected
-
-    @property
-    def _usual(self) -> float:
-        return self._ratios[len(self._ratios) // 2]
-
-    @property
-    def _last(self) -> float:
-        latest = sorted(one.log_ratio for one in islice(reversed(self.recent), self._num_last))
-        return latest[self._num_last // 2]
+            return 0.0, 0.0
+        if self._found is None:
+            latest = sorted(one.log_ratio for one in islice(reversed(self.recent), self._num_last))
+            self._found = self._ratios[len(self._ratios) // 2], latest[self._num_last // 2]
+        return self._found
 
 
 class _Noted(NamedTuple):
