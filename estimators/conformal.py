@@ -11,6 +11,7 @@ so that the share of steps below their bound comes out as asked even while the r
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -78,9 +79,7 @@ class ConformalBand:
         """
         if not (step.num_prefills or step.num_decodes):
             return 0.0
-        band = self._bands[step.kind]
-        ratio = band.bounds.get(quantile)
-        return self._predict_s(step) * (self._bound(band, quantile) if ratio is None else ratio)
+        return self._predict_s(step) * self.upper_ratio(step.kind, quantile)
 
     def at(self, quantile: float) -> StepPredictor:
         """The upper bound as a predictor, for `longest_prefill`."""
@@ -121,6 +120,15 @@ class ConformalBand:
         which differ by their shapes (`python -m eval.step_times`).
         """
         return self._bands[kind].centre()
+
+    def upper_ratio(self, kind: StepKind, quantile: float) -> float:
+        """What a share `quantile` of the steps of this kind stays below, beside the prediction.
+
+        Errors: `ValueError` when the band was not built for that quantile.
+        """
+        band = self._bands[kind]
+        ratio = band.bounds.get(quantile)
+        return self._bound(band, quantile) if ratio is None else ratio
 
     def evidence(self, kind: StepKind, now_s: float) -> Evidence:
         """Whether bounds of this kind rest on enough steps, and on recent ones."""
@@ -230,8 +238,8 @@ class _Band:
 
     def __init__(self, quantiles: Sequence[float], coverage_window: int, num_last: int) -> None:
         self.recent: deque[_Noted] = deque()
-        self._ratios: list[float] = []
-        self.excesses: list[float] = []
+        # Arrays, not lists of floats all over the memory: a step of the model clears the caches.
+        self._ratios, self.excesses = array("d"), array("d")
         self.drift = DriftDetector()
         self.last_s: float | None = None
         self.bounds: dict[float, float] = {}
@@ -260,8 +268,7 @@ class _Band:
     def replace(self, steps: Iterable[tuple[BatchRow, float, float]]) -> None:
         """Other steps, oldest first, instead of those that are here."""
         self.recent.clear()
-        self._ratios.clear()
-        self.excesses.clear()
+        del self._ratios[:], self.excesses[:]
         self._changed()
         for step in steps:
             self._add(*step)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from echo_sgl.batch_shape import BatchShape, Step, StepKind
 from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
-from echo_sgl.estimators.conformal import ConformalBand, Evidence
+from echo_sgl.estimators.conformal import FLOOR_S, ConformalBand, Evidence
 from echo_sgl.estimators.refit import RefitBuffer, refitted
 
 
@@ -91,7 +91,7 @@ class LiveBatchTime:
             return math.inf
         if not (step.num_prefills or step.num_decodes):
             return 0.0
-        return self._model.predict_s(step) * self._band.central_ratio(step.kind) * self._factor
+        return self._usual_s(self._model.predict_s(step), step.kind)
 
     def upper_s(self, step: Step) -> float:
         """Seconds that a share `quantile` of such steps stays below; 0 without requests.
@@ -103,7 +103,16 @@ class LiveBatchTime:
             return math.inf
         if not (step.num_prefills or step.num_decodes):
             return 0.0
-        return self._band.predict_upper(step, self.quantile) * self._margins[step.kind]
+        return self._most_s(self._model.predict_s(step), step.kind)
+
+    def predict_both_s(self, step: Step) -> tuple[float, float]:
+        """`predict_s` and `upper_s` of a step at once, for less than one after the other."""
+        if not self.is_ready:
+            return math.inf, math.inf
+        if not (step.num_prefills or step.num_decodes):
+            return 0.0, 0.0
+        model_s, kind = self._model.predict_s(step), step.kind
+        return self._usual_s(model_s, kind), self._most_s(model_s, kind)
 
     def observe(self, step: Step, time_s: float, now_s: float) -> None:
         """Learn from a step that took `time_s` and ended at `now_s`.
@@ -138,6 +147,13 @@ class LiveBatchTime:
     def num_drifts_of(self, kind: StepKind) -> int:
         """Lasting shifts of the error that were noticed for one kind of step."""
         return self._band.num_drifts(kind)
+
+    def _usual_s(self, model_s: float, kind: StepKind) -> float:
+        return model_s * self._band.central_ratio(kind) * self._factor
+
+    def _most_s(self, model_s: float, kind: StepKind) -> float:
+        ratio = self._band.upper_ratio(kind, self.quantile)
+        return max(FLOOR_S, model_s) * ratio * self._margins[kind]
 
     def _is_fit_due(self) -> bool:
         if not self.is_ready:

@@ -53,14 +53,13 @@ class Promise:
         return min(due_s, first_token_s + num_tokens * self.tpot_s)
 
 
-@dataclass(frozen=True, slots=True)
-class OnlineView:
+class OnlineView(NamedTuple):
     """What a limit may know of the online work at hand.
 
     `decode_due_s`: the least due time of requests that decode, infinite without any.
     `first_due_s`: the same of requests that wait for their first token. `alone_s`: predicted
     time of a step that decodes the online requests alone, 0 without any. `prefill_s`: predicted
-    time to prefill all that waits.
+    time to prefill all that waits. A tuple, because one is made each step.
     """
 
     now_s: float

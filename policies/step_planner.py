@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from echo_sgl.batch_shape import BatchShape, Step, SummedShape
+from echo_sgl.batch_shape import BatchRow, BatchShape, Step
 from echo_sgl.config import EchoConfig, StepsConfig
 from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
 from echo_sgl.policies.batch_size import BatchSize, create_batch_size
@@ -138,8 +138,10 @@ class StepPlanner:
             self.limit.note_step(online, now_s - launched_s)
             self._launched = None
         is_present = len(decodes) > 0 or num_waiting > 0
-        alone_s = self.estimator.upper.predict_s(decodes) if self._is_known else 0.0
-        prefill_s = self._prefill_s(waiting_tokens) if waiting_tokens and self._is_known else 0.0
+        alone_s = prefill_s = 0.0
+        if self._is_known:
+            alone_s = self.estimator.upper.predict_s(decodes) if len(decodes) else 0.0
+            prefill_s = self._prefill_s(waiting_tokens) if waiting_tokens else 0.0
         self._online_decodes = decodes
         if num_waiting:
             self.limit.note_waiting()
@@ -325,7 +327,11 @@ class StepPlanner:
         """What the online decodes would take with these."""
         online = self._online_decodes
         return self.estimator.upper.predict_s(
-            SummedShape(
+            BatchRow(
+                0,
+                0,
+                0,
+                0,
                 online.num_decodes + offline.num,
                 online.decode_tokens + offline.tokens,
                 max(online.max_decode_tokens, offline.longest),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Callable
 from typing import Any
 
 from echo_sgl.engine.terms import terms_of
@@ -14,6 +14,8 @@ from echo_sgl.policies.deadlines import RateMeter
 # deadlines, and what is decided at each step costs as much as there are deadlines.
 WINDOW_PARTS = 128
 MEAN_WEIGHT = 0.02
+# As steps are learned from: what the model ran left nothing of this in the CPU's caches.
+ADVANCE_EVERY_S = 0.02
 
 
 class DeadlineWatch:
@@ -22,8 +24,14 @@ class DeadlineWatch:
     def __init__(self, order: DeadlineOrder) -> None:
         self._order, self._rate = order, RateMeter()
         self._tokens_done = 0
+        self._advanced_s = -math.inf
         self._mean_output_tokens: float | None = None
         self.urgent_deadline_s: float | None = None
+
+    @property
+    def rate_tokens_per_s(self) -> float | None:
+        """How fast offline work gets done; None until that can be told."""
+        return self._rate.tokens_per_s
 
     def terms(self, req: Any) -> tuple[float | None, int]:
         """Deadline (seconds on the step clock, or None) and estimated tokens of a request.
@@ -50,14 +58,20 @@ class DeadlineWatch:
         weight = 1.0 if mean is None else MEAN_WEIGHT
         self._mean_output_tokens = (mean or 0.0) + weight * (num_tokens - (mean or 0.0))
 
-    def advance(self, now_s: float, pending: Sized, *, is_running: bool) -> None:
-        """Once per step: take in what was done, decide which job goes ahead."""
-        if not pending and not is_running:
+    def advance(self, now_s: float, has_work: Callable[[], bool]) -> None:
+        """Once per step: take in what was done, decide which job goes ahead.
+
+        At most every `ADVANCE_EVERY_S`. `has_work`: whether offline requests wait or run.
+        """
+        if now_s - self._advanced_s < ADVANCE_EVERY_S:
+            return
+        self._advanced_s = now_s
+        if not has_work():
             self._rate.pause()
             return
         self._rate.observe(now_s, self._tokens_done)
         self._tokens_done = 0
-        self.urgent_deadline_s = self._order.escalate(now_s, self._rate.tokens_per_s)
+        self.urgent_deadline_s = self._order.escalate(now_s, self.rate_tokens_per_s)
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""
@@ -65,4 +79,4 @@ class DeadlineWatch:
             return math.inf
         deadline_s, _ = self.terms(req)
         assert deadline_s is not None
-        return self._order.book.laxity_s(deadline_s, now_s, self._rate.tokens_per_s)
+        return self._order.book.laxity_s(deadline_s, now_s, self.rate_tokens_per_s)

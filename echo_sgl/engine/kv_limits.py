@@ -17,7 +17,8 @@ class KvLimits:
 
     Active KV is what requests hold: the pool without what is free or evictable. Online
     requests are charged with their whole length, so a prefix that several of them share
-    counts more than once, on the safe side; offline holds the rest.
+    counts more than once, on the safe side; offline holds the rest. `is_within`: when observed
+    last, offline requests held no more than what several of them may hold.
     """
 
     def __init__(self, config: ReserveConfig, tree_cache: Any, allocator: Any) -> None:
@@ -28,6 +29,7 @@ class KvLimits:
         self._has_warned = False
         self._holds_back = False
         self.online_tokens = 0
+        self.is_within = True
         self.num_held_back = 0
         self.num_reserve_hits = 0
 
@@ -39,8 +41,10 @@ class KvLimits:
     def observe(self, now_s: float, online_tokens: int) -> None:
         """Note what the running online requests hold; once per scheduler step."""
         self._now_s = now_s
-        self.online_tokens = min(online_tokens, self.active_tokens)
+        active_tokens = self.active_tokens
+        self.online_tokens = min(online_tokens, active_tokens)
         self._reserve.observe(now_s, self.online_tokens)
+        self.is_within = active_tokens - self.online_tokens <= self.offline_limit_tokens
 
     @property
     def active_tokens(self) -> int:

@@ -21,7 +21,8 @@ class Running:
     """Who decodes, by class.
 
     `online`: the decodes of online requests; `decode_due_s`: when the first of their next
-    tokens is due, infinite without any. Units: seconds on the step clock, tokens.
+    tokens is due, infinite without any. `offline`: those of offline ones that may sit out.
+    Units: seconds on the step clock, tokens.
     """
 
     __slots__ = (
@@ -29,11 +30,11 @@ class Running:
         "_first_tokens",
         "_is_outdated",
         "_num_reqs",
-        "_offline",
         "_online",
         "_reqs",
         "_tpot_s",
         "decode_due_s",
+        "offline",
         "online",
     )
 
@@ -56,7 +57,7 @@ class Running:
                 due_s = min(due_s, terms.due_s(num_outputs))
                 # What is due after a first token is not known before it.
                 tpots_s.add(terms.promise.tpot_s if num_outputs else None)
-        self._online, self._offline = Contexts.of(online), Contexts.of(offline)
+        self._online, self.offline = Contexts.of(online), Contexts.of(offline)
         self.online = _shape(self._online)
         self.decode_due_s = due_s
         # Of several promises, another may be due first after some steps.
@@ -68,7 +69,7 @@ class Running:
 
     def at(self, reqs: Sequence[Req], now_s: float) -> Running:
         """Who decodes now: these counted on if nobody came or went since, else looked up."""
-        if self._tpot_s is None or self._is_outdated or not self._are(reqs):
+        if self._tpot_s is None or self._is_outdated or not self.are(reqs):
             return Running(reqs, now_s)
         if self._num_reqs and (grown := reqs[0].seqlen - self._first_tokens):
             self._grow(grown, self._tpot_s)
@@ -77,25 +78,20 @@ class Running:
     def _grow(self, tokens: int, tpot_s: float) -> None:
         """Each of them has so many tokens more."""
         self._first_tokens += tokens
-        self._all, self._offline = self._all.longer(tokens), self._offline.longer(tokens)
+        self._all, self.offline = self._all.longer(tokens), self.offline.longer(tokens)
         if self._online.num:
             self._online = self._online.longer(tokens)
             self.online = _shape(self._online)
             self.decode_due_s += tokens * tpot_s
 
-    def offline_contexts(self, reqs: Sequence[Req]) -> Contexts:
-        """Of the offline requests among these that may sit out; looked up if others came."""
-        if self._are(reqs):
-            return self._offline
-        return Contexts.of([req.seqlen for req in offline_of(reqs)])
-
     def row_of(self, reqs: Sequence[Req]) -> BatchRow | None:
         """The step that decodes these and nothing else; None if they are others by now."""
-        if not self._are(reqs) or not self._num_reqs:
+        if not self.are(reqs) or not self._num_reqs:
             return None
         return BatchRow(0, 0, 0, 0, self._all.num, self._all.tokens, self._all.longest)
 
-    def _are(self, reqs: Sequence[Req]) -> bool:
+    def are(self, reqs: Sequence[Req]) -> bool:
+        """Whether it is these that were looked up."""
         return reqs is self._reqs and len(reqs) == self._num_reqs
 
 

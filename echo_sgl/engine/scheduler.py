@@ -160,8 +160,7 @@ class EchoScheduler(PoolIntake):
         self.step_control.observe(measured, now_s)
         if (core := self.tree_cache.echo_core) is not None:
             core.now_s = now_s
-        is_running = self.kv_limits.offline_tokens > 0
-        self.deadline_watch.advance(now_s, self.offline_pool, is_running=is_running)
+        self.deadline_watch.advance(now_s, self._has_offline_work)
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
             self.offline_pool,
@@ -170,6 +169,9 @@ class EchoScheduler(PoolIntake):
             self.step_control,
             time.perf_counter(),
         )
+
+    def _has_offline_work(self) -> bool:
+        return len(self.offline_pool) > 0 or self.kv_limits.offline_tokens > 0
 
     def get_internal_state(self, recv_req: Any) -> Any:
         own = answer_question(self, recv_req.rid)
@@ -287,7 +289,7 @@ class EchoScheduler(PoolIntake):
     def _shed_offline(self, running_batch: ScheduleBatch) -> None:
         """Retract offline requests that outgrew what the reserve leaves, parked ones first."""
         # They are counted only where it may matter: one alone may have more than several.
-        if not self.kv_limits.excess_tokens(num_offline=2):
+        if self.kv_limits.is_within:
             return
         while self.kv_limits.excess_tokens(self._num_offline(running_batch)):
             if not self._retract_one(running_batch, running_batch.reqs):

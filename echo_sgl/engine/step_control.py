@@ -82,6 +82,7 @@ class StepControl:
         self._now_s = 0.0
         self._lessons = Lessons(estimator)
         self._running = Running((), 0.0)
+        self._is_settled = True
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -114,6 +115,8 @@ class StepControl:
             num_waiting=len(firsts),
             waiting_tokens=waiting_tokens,
         )
+        # Asked while all of this is in the CPU's caches; `select_decodes` comes much later.
+        self._is_settled = self._stays(self._running.offline)
 
     def defers_prefill(
         self, *, online_prefill_waits: bool, last_was_prefill: bool, chunked: Req | None
@@ -156,7 +159,10 @@ class StepControl:
 
     def select_decodes(self, batch: ScheduleBatch) -> None:
         """Let as many offline requests decode in this step as fit; the others sit out."""
-        if self._is_settled(self._running.offline_contexts(batch.reqs)):
+        is_settled = self._is_settled
+        if not self._running.are(batch.reqs):
+            is_settled = self._stays(Contexts.of([req.seqlen for req in offline_of(batch.reqs)]))
+        if is_settled:
             return
         if not self.can_park or not self.parked.can_park(batch):
             self._resume(batch, {req.rid for req in self.parked})
@@ -185,13 +191,14 @@ class StepControl:
             return None
         online, num_offline = self._online_part(batch, row)
         self.planner.launch(online, is_alone=not num_offline)
+        predicted_s, upper_s = self.estimator.predict_both_s(row)
         note = StepNote(
             start_s=self._now_s,
             row=row,
             limit_s=self.planner.limit_s if num_offline else math.inf,
             slack_s=self.planner.slack_s,
-            predicted_s=self.estimator.predict_s(row),
-            upper_s=self.estimator.upper_s(row),
+            predicted_s=predicted_s,
+            upper_s=upper_s,
             num_offline=num_offline,
             num_parked=len(self.parked),
             num_pooled=num_pooled,
@@ -258,7 +265,7 @@ class StepControl:
 
     # ---- internals -------------------------------------------------------------------------
 
-    def _is_settled(self, running: Contexts) -> bool:
+    def _stays(self, running: Contexts) -> bool:
         """Whether all that run decode and all that sit out stay there: so it is in most steps."""
         if not self.parked:
             return self.planner.all_decode(running)

@@ -91,7 +91,7 @@ def test_a_job_that_would_be_late_goes_ahead(order, watch):
         deadline_s, work_tokens = watch.terms(req)
         pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
     for now_s in range(1000, 1010):
-        watch.advance(float(now_s), pool, is_running=True)
+        watch.advance(float(now_s), lambda: True)
     assert [req.rid for req in pool.upcoming(2)] == ["hurried", "plain"]
     assert watch.laxity_s(hurried, 1010.0) < 0
 
@@ -103,5 +103,24 @@ def test_a_job_with_time_enough_waits_its_turn(order, watch):
         pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
     for now_s in range(1000, 1010):
         watch.note_end(request(outputs=10))
-        watch.advance(float(now_s), pool, is_running=True)
+        watch.advance(float(now_s), lambda: True)
     assert [req.rid for req in pool.upcoming(2)] == ["plain", "easy"]
+
+
+def test_steps_shorter_than_it_advances_are_taken_together(order):
+    """The rate is the same however short the steps are in which the work was done."""
+    for num_steps in (600, 6000):
+        watch = DeadlineWatch(order)
+        for number in range(num_steps):
+            watch.note_end(request(outputs=10))
+            watch.advance(1000.0 + number * 60.0 / num_steps, lambda: True)
+        assert watch.rate_tokens_per_s == pytest.approx(num_steps * 110 / 60.0, rel=0.02)
+
+
+def test_time_without_work_says_nothing_of_the_rate(watch):
+    for number in range(100):
+        watch.note_end(request(outputs=10))
+        watch.advance(1000.0 + number, lambda: True)
+    for number in range(100):
+        watch.advance(1100.0 + number, lambda: False)
+    assert watch.rate_tokens_per_s == pytest.approx(110, rel=0.05)

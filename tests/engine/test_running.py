@@ -43,7 +43,7 @@ def decoding(task: Task, prompt_tokens: int = 10, promise: Promise = PROMISE) ->
 
 
 def facts(running: Running, reqs: Any) -> tuple[Any, ...]:
-    return running.online.row(), running.offline_contexts(reqs), running.row_of(reqs)
+    return running.online.row(), running.offline, running.row_of(reqs)
 
 
 def step(reqs: list[Any]) -> None:
@@ -101,4 +101,4 @@ def test_who_is_to_end_may_not_sit_out() -> None:
     stays, ends = decoding(Task.OFFLINE, 10), decoding(Task.OFFLINE, 20)
     ends.to_finish = "aborted"
     assert offline_of([stays, ends, decoding(Task.ONLINE)]) == [stays]
-    assert Running([stays, ends], 0.0).offline_contexts([stays, ends]) == Contexts.of([11])
+    assert Running([stays, ends], 0.0).offline == Contexts.of([11])

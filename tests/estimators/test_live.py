@@ -78,6 +78,7 @@ def test_a_profile_is_used_at_once(name):
 def test_a_step_without_requests_takes_no_time():
     live = LiveBatchTime(true_model("pooled"))
     assert live.predict_s(BatchShape()) == live.upper_s(BatchShape()) == 0.0
+    assert live.predict_both_s(BatchShape()) == (0.0, 0.0)
 
 
 @every_model
@@ -215,3 +216,4 @@ def test_answers_are_finite_and_never_negative_once_there_is_a_model(batch, name
     shape = shape_of(batch)
     for answer_s in (live.predict_s(shape), live.upper_s(shape), live.upper.predict_s(shape)):
         assert math.isfinite(answer_s) and answer_s >= 0
+    assert live.predict_both_s(shape) == (live.predict_s(shape), live.upper_s(shape))
