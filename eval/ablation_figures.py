@@ -14,7 +14,7 @@ from eval.cache_phases import Counters
 from eval.deadlines import deadline_figures
 from eval.records import Record
 from eval.slo import Slo, attainment
-from eval.step_shares import step_shares
+from eval.step_shares import Row, step_shares
 from eval.summary import (
     LATENCIES,
     class_stats,
@@ -57,6 +57,8 @@ def run_figures(
     window_s = harvest_window(run.mixed, *run.online_window_s)
     harvest = tokens_per_s(run.mixed, *window_s)
     reached = {"alone": attainment(run.online, slo), "together": attainment(run.mixed, slo)}
+    of_ceiling = ratio(harvest, ceiling["tokens_per_s"])
+    steps = step_shares(_steps_of(run, window_s))
     best_alone = max(reached["alone"] or 0.0, reference["attainment"])
     return {
         "online_alone": alone,
@@ -67,14 +69,22 @@ def run_figures(
         "attainment": {**reached, "of_alone": ratio(reached["together"], best_alone)},
         "ceiling": ceiling,
         "harvest_tokens_per_s": harvest,
-        "harvest_of_ceiling": ratio(harvest, ceiling["tokens_per_s"]),
+        "harvest_of_ceiling": of_ceiling,
+        "harvest_of_room": ratio(of_ceiling, steps["room"]),
         "job_ran_dry": window_s[1] < run.online_window_s[1],
         **{name: first_counter(run.counters, name) for name in COUNTED},
         **run.waits,
-        "steps": step_shares(run.steps),
+        "steps": steps,
         "machine_slowness": ratio(run.probe_s, reference.get("probe_s")),
         "deadlines": deadline_figures(run.mixed, deadlines, end_s=_last_s(run.mixed)),
     }
+
+
+def _steps_of(run: ArmRun, window_s: tuple[float, float]) -> list[Row]:
+    """The steps that began in these seconds of the phase in which both classes ran."""
+    phase_s, _ = run.spans_s.get("together", (0.0, 0.0))
+    first_s, last_s = (phase_s + one for one in window_s)
+    return [row for row in run.steps if first_s <= row["start_s"] < last_s]
 
 
 def reference_figures(records: Sequence[Record], slo: Slo) -> Tree:

@@ -82,7 +82,7 @@ def _overview(arms: Arms) -> list[str]:
             *(spread(tree["attainment"][key], PERCENT) for key in ("alone", "together")),
             times(tree["vs_stock_alone"]["ttft_ms_p99"]),
             times(tree["vs_stock_alone"]["tpot_ms_p99"]),
-            spread(tree["harvest_of_ceiling"], PERCENT),
+            *(spread(tree[f"harvest_of_{what}"], PERCENT) for what in ("ceiling", "room")),
             spread(tree["harvest_tokens_per_s"], WHOLE),
             times(tree["vs_base"]),
             times(tree["machine_slowness"]),
@@ -90,7 +90,7 @@ def _overview(arms: Arms) -> list[str]:
         for name, tree in arms.items()
     ]
     head = ["arm", "runs", "attainment alone", "together", "TTFT p99 vs stock alone", "TPOT p99"]
-    tail = ["harvest of ceiling", "tokens/s", f"vs {BASE_ARM}", "machine's time"]
+    tail = ["harvest of ceiling", "of the room", "tokens/s", f"vs {BASE_ARM}", "machine's time"]
     return table([*head, *tail], rows)
 
 
@@ -148,11 +148,12 @@ def _steps(arms: Arms) -> list[str]:
             *(spread(tree["steps"][kind], PERCENT) for kind in (*KINDS, "planning")),
             spread(tree["steps"]["prefill_tokens"], WHOLE),
             spread(tree["steps"]["offline_decodes"], "{:.1f}"),
+            spread(tree["steps"]["room"], PERCENT),
         ]
         for name, tree in arms.items()
     ]
     tail = ["of it Echo's planning", "tokens in an offline prefill", "offline in a decode of both"]
-    return table(["arm", *KINDS.values(), *tail], rows)
+    return table(["arm", *KINDS.values(), *tail, "room"], rows)
 
 
 def _lost(arms: Arms) -> list[str]:
@@ -196,6 +197,11 @@ def _legend() -> list[str]:
         "Harvest: prompt + generated tokens of offline lines completed per second while online "
         "requests come; the ceiling is the same arm's without online work. Where the job ran dry "
         "the harvest's window ends there.",
+        "",
+        "Room: the share of the steps' time that online requests leave, if each of their tokens "
+        "took its part of a full decode step. The harvest of the room is that of the ceiling over "
+        "it: what was left of the ceiling for the job, and was used. It may be above 100%: the "
+        "machine's speed changes, and lines that were begun before count where they end.",
         "",
         "Parks, retractions and recomputed tokens are the server's own counts while both ran; `-` "
         "where it has none. A window counts as closed when its line was answered or its time was "

@@ -18,6 +18,8 @@ KINDS = {
     "offline_decode": "offline decode",
     "between": "between steps",
 }
+# Of the largest batch of decodes: from here on one is full.
+FULL_SHARE = 0.75
 
 
 def step_rows(server: Server, seconds: float) -> list[Row]:
@@ -34,12 +36,12 @@ def step_shares(rows: Sequence[Row]) -> dict[str, float | None]:
 
     `between` is what passes on the host between two steps, waiting for requests included.
     Beside them: `planning`, Echo's own part of the time between steps, `prefill_tokens` in a
-    mean prefill step with offline work, and `offline_decodes` in a mean decode of both.
+    mean prefill step with offline work, `offline_decodes` in a mean decode of both, and `room`.
     The same keys for a server that tells nothing, all None.
     """
     timed = [row for row in rows if row["time_s"] is not None]
     if len(timed) < 2:
-        return dict.fromkeys([*KINDS, "planning", "prefill_tokens", "offline_decodes"])
+        return dict.fromkeys([*KINDS, "planning", "prefill_tokens", "offline_decodes", "room"])
     whole_s = timed[-1]["start_s"] - timed[0]["start_s"]
     spent_s = dict.fromkeys(KINDS, 0.0)
     for row, after in pairwise(timed):
@@ -55,7 +57,26 @@ def step_shares(rows: Sequence[Row]) -> dict[str, float | None]:
         "planning": sum(row["own_s"] or 0.0 for row in timed[:-1]) / whole_s,
         "prefill_tokens": sum(prefills) / len(prefills) if prefills else None,
         "offline_decodes": sum(shared) / len(shared) if shared else None,
+        "room": room(timed),
     }
+
+
+def room(timed: Sequence[Row]) -> float | None:
+    """Share of the steps' time that online work leaves at most; None where nothing decodes.
+
+    Online requests need their prefills, and for each token their part of a decode step that is
+    full: nobody decodes for less. What shares a step with offline prefills is not counted.
+    """
+    decodes = [row for row in timed if not row["num_prefills"]]
+    most = max((row["num_decodes"] for row in decodes), default=0)
+    full = [row for row in decodes if row["num_decodes"] >= FULL_SHARE * most]
+    if not most:
+        return None
+    token_s = sum(row["time_s"] for row in full) / sum(row["num_decodes"] for row in full)
+    prefill_s = sum(row["time_s"] for row in timed if kind_of(row) == "online_prefill")
+    online_tokens = sum(row["num_decodes"] - row["num_offline"] for row in decodes)
+    needed_s: float = prefill_s + token_s * online_tokens
+    return 1.0 - needed_s / float(sum(row["time_s"] for row in timed))
 
 
 def kind_of(row: Row) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,19 @@ def test_waits_are_read_from_the_page_of_a_server_that_tells_them() -> None:
 WAITED = {"longest_wait_s": 0.02, "most_offline_steps_waited": 1.0}
 
 
+def full_decode(start_s: float, *, online: int) -> Tree:
+    """A step of a hundred requests, so many of them online, that takes a second."""
+    counts = {"num_prefills": 0, "prefill_tokens": 0, "num_decodes": 100}
+    return {**counts, "num_offline": 100 - online, "start_s": start_s, "time_s": 1.0, "own_s": 0.0}
+
+
 def run_of(
-    *, slow: int = 0, slow_alone: int = 0, tokens: int = 100, parks: float | None = None
+    *,
+    slow: int = 0,
+    slow_alone: int = 0,
+    tokens: int = 100,
+    parks: float | None = None,
+    steps: Sequence[Tree] = (),
 ) -> Tree:
     """Ten online requests alone and together, some of them too slow; a hundred lines."""
     late = {"first_token_s": 99.0, "last_token_s": 99.2}
@@ -213,7 +225,11 @@ def run_of(
     mixed = [online(number, **(late if number < slow else {})) for number in range(10)]
     lines = [offline(number, tokens=tokens) for number in range(100)]
     counters = {} if parks is None else {"echo_sgl_parks_total{task=offline}": parks}
-    run = ArmRun(alone, lines, [*mixed, *lines], (20.0, 60.0), counters, WAITED, probe_s=0.006)
+    records, spans_s = [*mixed, *lines], {"together": (1000.0, 1070.0)}
+    run = ArmRun(
+        *(alone, lines, records, (20.0, 60.0), counters, WAITED, list(steps), spans_s),
+        probe_s=0.006,
+    )
     stock = [online(n, first_token_s=n + 0.05, last_token_s=n + 0.2) for n in range(10)]
     reference = {**reference_figures(stock, SLO), "probe_s": 0.004}
     return run_figures(run, SLO, ceiling=ceiling_figures(lines), reference=reference, deadlines={})
@@ -226,6 +242,13 @@ def test_a_runs_figures_compare_with_alone_and_with_the_stock_server() -> None:
     assert tree["vs_stock_alone"]["ttft_ms_p50"] == pytest.approx(2.0)
     assert tree["harvest_of_ceiling"] == pytest.approx(1.0)
     assert (tree["parks"], tree["retractions"]) == (7.0, None)
+
+
+def test_steps_count_while_online_requests_come_and_say_what_room_they_leave() -> None:
+    tree = run_of(steps=[full_decode(1000.0 + second, online=second) for second in (10, 30, 50)])
+    # The first of them ran before anybody was online.
+    assert tree["steps"]["room"] == pytest.approx(1.0 - (30 + 50) / 200)
+    assert tree["harvest_of_room"] == pytest.approx(1.0 / 0.6)
 
 
 def test_a_server_that_was_disturbed_alone_does_not_make_attainment_look_good() -> None:
@@ -294,6 +317,7 @@ def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> Non
         "2.00x",
         "1.33x",
         "100.0%",
+        "-",
         "300",
         "3.00x",
         "1.50x",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eval.step_shares import KINDS, kind_of, step_shares
+from eval.step_shares import KINDS, kind_of, room, step_shares
 
 
 def step(start_s: float, time_s: float | None, **fields: float | None) -> dict[str, object]:
@@ -41,3 +41,19 @@ def test_shares_add_up_to_the_whole_time() -> None:
 def test_a_server_that_tells_nothing_has_the_same_keys() -> None:
     assert set(step_shares([])) == set(step_shares([step(0, 1), step(1, 1)]))
     assert not any(step_shares([]).values())
+
+
+def test_online_work_leaves_what_its_prefills_and_its_part_of_full_decodes_do_not_take() -> None:
+    rows = [
+        step(0.0, 2.0, num_prefills=1, prefill_tokens=100),
+        step(2.0, 1.0, num_prefills=1, num_offline=1, prefill_tokens=50),
+        step(3.0, 4.0, num_decodes=8, num_offline=6),  # 0.5 s for each of them
+        step(7.0, 3.0, num_decodes=1),  # alone it takes 3 s, in full steps it would take 0.5
+    ]
+    assert room(rows) == pytest.approx(1.0 - (2.0 + 3 * 0.5) / 10.0)
+
+
+def test_without_online_work_all_of_the_time_is_room() -> None:
+    rows = [step(0.0, 2.0, num_decodes=4, num_offline=4)]
+    assert room(rows) == 1.0
+    assert room([step(0.0, 1.0, num_prefills=1)]) is None
