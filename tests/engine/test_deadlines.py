@@ -121,6 +121,7 @@ def test_time_without_work_says_nothing_of_the_rate(watch):
     for number in range(100):
         watch.note_end(request(outputs=10))
         watch.advance(1000.0 + number, lambda: True)
-    for number in range(100):
+    for number in range(30):
         watch.advance(1100.0 + number, lambda: False)
+    watch.advance(1130.0, lambda: True)
     assert watch.rate_tokens_per_s == pytest.approx(110, rel=0.05)
