@@ -123,9 +123,10 @@ class StepsConfig:
     later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
     And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
     online decodes are ahead when an online prefill stops them; a first token that would be late
-    may make them fall `lag_tokens` TPOTs behind. `online_chunks` "whole" prefills online prompts
-    in SGLang's chunks, with decodes between them where they are due; "slack" cuts them to what
-    online decodes have left.
+    may make them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few
+    tokens left ends before an online prefill makes it late for good. `online_chunks` "whole"
+    prefills online prompts in SGLang's chunks, with decodes between them where they are due;
+    "slack" cuts them to what online decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and

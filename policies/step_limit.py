@@ -23,6 +23,8 @@ from echo_sgl.policies.online_attainment import BudgetController
 MAX_CREDIT_STALLS = 4.0
 # Of the time, for prefills, however much online decodes take.
 MIN_PREFILL_SHARE = 0.2
+# So few tokens before its end, an online decode that a prefill made late may stay late.
+ENDING_TOKENS = 16
 # Online decodes may fall behind for a first token that comes closer than this share of the margin.
 LAG_MARGIN_SHARE = 0.5
 MIN_BUDGET_SHARE, MAX_BUDGET_SHARE = 0.05, 4.0
@@ -53,13 +55,21 @@ class Promise:
         return min(due_s, first_token_s + num_tokens * self.tpot_s)
 
 
+class Ending(NamedTuple):
+    """An online decode with few tokens left: how many, and when the last of them is due."""
+
+    due_s: float
+    num_left: int
+
+
 class OnlineView(NamedTuple):
     """What a limit may know of the online work at hand.
 
     `decode_due_s`: the least due time of requests that decode, infinite without any.
     `first_due_s`: the same of requests that wait for their first token. `alone_s`: predicted
     time of a step that decodes the online requests alone, 0 without any. `prefill_s`: predicted
-    time to prefill all that waits. A tuple, because one is made each step.
+    time to prefill all that waits. `endings`: those with at most `ENDING_TOKENS` left of what
+    their clients allowed. A tuple, because one is made each step.
     """
 
     now_s: float
@@ -68,6 +78,7 @@ class OnlineView(NamedTuple):
     alone_s: float
     is_present: bool
     prefill_s: float = 0.0
+    endings: tuple[Ending, ...] = ()
 
 
 class OnlinePart(NamedTuple):
@@ -108,6 +119,10 @@ class StepLimit(ABC):
     def chunk_limit_s(self, view: OnlineView) -> float:
         """What an online prefill may take before online decodes must go on; may be negative."""
         return math.inf
+
+    def lets_end(self, view: OnlineView, chunk_s: float) -> bool:
+        """Whether online decodes go before an online prefill of `chunk_s`: one ends in time so."""
+        return False
 
     def note_step(self, online: OnlinePart | None, elapsed_s: float) -> None:
         """A step ended, `elapsed_s` after it was planned; None when nobody was online."""
@@ -197,6 +212,20 @@ class SlackLimit(StepLimit):
         """How long before its due time the first token that is due first would come."""
         prefill_share = max(MIN_PREFILL_SHARE, 1.0 - view.alone_s / self._tpot_s)
         return view.first_due_s - view.now_s - view.prefill_s / prefill_share
+
+    def lets_end(self, view: OnlineView, chunk_s: float) -> bool:
+        """With few tokens left there is no time to catch up in: so decode goes on to the end of
+        who would be late for that prefill, if it can be in time without, and the first tokens too.
+        """
+        if not self._margin_s:
+            return False
+        spare_s = self._first_token_margin_s(view)
+        for ending in view.endings:
+            left_s = ending.num_left * view.alone_s
+            slack_s = ending.due_s - view.now_s - left_s
+            if 0.0 <= slack_s < chunk_s and left_s < spare_s:
+                return True
+        return False
 
     def chunk_limit_s(self, view: OnlineView) -> float:
         is_close = self._first_token_margin_s(view) < LAG_MARGIN_SHARE * self._margin_s

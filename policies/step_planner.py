@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, Step
 from echo_sgl.config import EchoConfig, StepsConfig
 from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
 from echo_sgl.policies.batch_size import BatchSize, create_batch_size
+from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import (
     RESUME_SHARE,
     Decode,
@@ -22,6 +23,7 @@ from echo_sgl.policies.decode_selection import (
     create_decode_selection,
 )
 from echo_sgl.policies.step_limit import (
+    Ending,
     NoLimit,
     OnlinePart,
     OnlineView,
@@ -29,48 +31,10 @@ from echo_sgl.policies.step_limit import (
     create_step_limit,
 )
 
-USUAL_CHUNK_TOKENS = 2048
 BASE_DECODES = 8
 NOTHING_ONLINE = OnlineView(
     now_s=0.0, decode_due_s=math.inf, first_due_s=math.inf, alone_s=0.0, is_present=False
 )
-
-
-class Contexts(NamedTuple):
-    """Decodes that are known by the number, sum and extremes of their contexts, in tokens."""
-
-    num: int
-    tokens: int
-    longest: int
-    shortest: int
-
-    @classmethod
-    def of(cls, context_tokens: Sequence[int]) -> Contexts:
-        if not context_tokens:
-            return cls(0, 0, 0, 0)
-        return cls(
-            len(context_tokens), sum(context_tokens), max(context_tokens), min(context_tokens)
-        )
-
-    def longer(self, tokens: int) -> Contexts:
-        """These, with so many tokens more each."""
-        if not self.num:
-            return self
-        return Contexts(
-            self.num,
-            self.tokens + tokens * self.num,
-            self.longest + tokens,
-            self.shortest + tokens,
-        )
-
-    def with_one(self, tokens: int) -> Contexts:
-        """These and one more; not for none."""
-        return Contexts(
-            self.num + 1,
-            self.tokens + tokens,
-            max(self.longest, tokens),
-            min(self.shortest, tokens),
-        )
 
 
 class StepEstimator(Protocol):
@@ -104,6 +68,7 @@ class StepPlanner:
         *,
         selection: DecodeSelection,
         batch_size: BatchSize,
+        chunk_tokens: int,
     ) -> None:
         self.limit, self.estimator = limit, estimator
         self.is_limited = not isinstance(limit, NoLimit)
@@ -114,6 +79,7 @@ class StepPlanner:
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self._online_decodes = BatchShape()
         self._decode_limit = math.inf
+        self._chunk_tokens, self._waiting_tokens = chunk_tokens, 0
         # When the step that runs was planned, and what online work it holds.
         self._launched: tuple[float, OnlinePart | None] | None = None
 
@@ -126,12 +92,13 @@ class StepPlanner:
         first_due_s: float,
         num_waiting: int,
         waiting_tokens: int = 0,
+        endings: tuple[Ending, ...] = (),
     ) -> None:
         """Take in the online work at hand.
 
         `decodes` are the online requests that decode, `num_waiting` those that wait for their
         first token or are being prefilled, with so many tokens to prefill at most; the due
-        times are the least of each.
+        times are the least of each. `endings`: see `OnlineView`.
         """
         if self._launched is not None:
             launched_s, online = self._launched
@@ -145,7 +112,10 @@ class StepPlanner:
         self._online_decodes = decodes
         if num_waiting:
             self.limit.note_waiting()
-        self.view = OnlineView(now_s, decode_due_s, first_due_s, alone_s, is_present, prefill_s)
+        self._waiting_tokens = waiting_tokens
+        self.view = OnlineView(
+            now_s, decode_due_s, first_due_s, alone_s, is_present, prefill_s, endings
+        )
         self.limit_s = self.limit.limit_s(self.view)
         self._decode_limit = self.limit.decode_limit_s(self.view)
         if is_present:
@@ -177,7 +147,11 @@ class StepPlanner:
         if not self.is_limited or not self._is_known:
             return last_was_prefill and not online_prefill_waits
         if online_prefill_waits:
-            return last_was_prefill and self._decodes_are_due(cached_tokens)
+            if last_was_prefill and self._decodes_are_due(cached_tokens):
+                return True
+            return bool(self.view.endings) and self.limit.lets_end(
+                self.view, self._online_chunk_s(cached_tokens)
+            )
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
         return last_was_prefill or not self._smallest_chunk_fits(
             self.limit_s - self.view.alone_s, cached_tokens
@@ -191,6 +165,12 @@ class StepPlanner:
         if self.limit.cuts_online_chunks:
             return not self._smallest_chunk_fits(room_s, cached_tokens)
         return room_s <= 0.0
+
+    def _online_chunk_s(self, cached_tokens: int) -> float:
+        """What the next step takes if it prefills online requests."""
+        chunk = BatchShape()
+        chunk.add_prefill(min(self._waiting_tokens, self._chunk_tokens), cached_tokens)
+        return self.estimator.upper.predict_s(chunk)
 
     def offline_chunk_tokens(
         self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int
@@ -258,7 +238,7 @@ class StepPlanner:
     def _prefill_s(self, num_tokens: int) -> float:
         """About how long so many tokens take in steps of their own."""
         chunk = BatchShape()
-        chunk.add_prefill(min(num_tokens, USUAL_CHUNK_TOKENS))
+        chunk.add_prefill(min(num_tokens, self._chunk_tokens))
         return self.estimator.upper.predict_s(chunk) * num_tokens / chunk.prefill_tokens
 
     def _smallest_chunk_fits(self, limit_s: float, cached_tokens: int) -> bool:
@@ -368,10 +348,12 @@ def create_step_planner(
     estimator: StepEstimator,
     *,
     max_decodes: int,
+    chunk_tokens: int,
     captured_batch_sizes: Iterable[int],
 ) -> StepPlanner:
     """The planner of a server, or of a simulated one, with the policies that its config names.
 
+    `chunk_tokens`: what SGLang prefills in one step at most.
     `captured_batch_sizes`: of CUDA graphs for decodes; none where decodes run without.
     """
     steps = config.steps
@@ -386,6 +368,7 @@ def create_step_planner(
             maximum=max_decodes,
             captured_batch_sizes=captured_batch_sizes,
         ),
+        chunk_tokens=chunk_tokens,
     )
 
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from sglang.srt.managers.schedule_batch import Req
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
-from echo_sgl.engine.terms import terms_of
-from echo_sgl.policies.step_planner import Contexts
+from echo_sgl.engine.terms import RequestTerms, terms_of
+from echo_sgl.policies.contexts import Contexts
+from echo_sgl.policies.step_limit import ENDING_TOKENS, Ending
 
 
 class Running:
@@ -27,8 +28,11 @@ class Running:
 
     __slots__ = (
         "_all",
+        "_ends",
         "_first_tokens",
         "_is_outdated",
+        "_least_left",
+        "_num_grown",
         "_num_reqs",
         "_online",
         "_reqs",
@@ -43,25 +47,45 @@ class Running:
         lengths = [req.seqlen for req in reqs]
         self._first_tokens = lengths[0] if lengths else 0
         self._all = Contexts.of(lengths)
-        online, offline, due_s, tpots_s = [], [], math.inf, set()
+        online, offline = [], []
         for req, num_tokens in zip(reqs, lengths, strict=True):
             terms = terms_of(req, now_s)
             if terms.is_offline:
                 if may_sit_out(req):
                     offline.append(num_tokens)
             elif not req.finished():
-                num_outputs = len(req.output_ids)
-                if num_outputs and terms.first_token_s is None:
-                    terms.first_token_s = now_s
-                online.append(num_tokens)
-                due_s = min(due_s, terms.due_s(num_outputs))
-                # What is due after a first token is not known before it.
-                tpots_s.add(terms.promise.tpot_s if num_outputs else None)
-        self._online, self.offline = Contexts.of(online), Contexts.of(offline)
+                online.append((req, terms, num_tokens))
+        self.offline = Contexts.of(offline)
+        self._look_up_online(online, now_s)
+
+    def _look_up_online(
+        self, online: Sequence[tuple[Req, RequestTerms, int]], now_s: float
+    ) -> None:
+        due_s, tpots_s, ends = math.inf, set(), []
+        for req, terms, _ in online:
+            num_outputs = len(req.output_ids)
+            if num_outputs and terms.first_token_s is None:
+                terms.note_first_token(now_s, req.sampling_params.max_new_tokens)
+            due_s = min(due_s, terms.due_s(num_outputs))
+            if num_outputs and terms.promise.tpot_s < math.inf:
+                ends.append((terms.max_tokens - num_outputs, terms))
+            # What is due after a first token is not known before it.
+            tpots_s.add(terms.promise.tpot_s if num_outputs else None)
+        self._online = Contexts.of([num_tokens for *_, num_tokens in online])
         self.online = _shape(self._online)
         self.decode_due_s = due_s
+        self._ends, self._num_grown = ends, 0
+        self._least_left = min((num_left for num_left, _ in ends), default=math.inf)
         # Of several promises, another may be due first after some steps.
         self._tpot_s = next(iter(tpots_s), math.inf) if len(tpots_s) < 2 else None
+
+    @property
+    def endings(self) -> tuple[Ending, ...]:
+        """The online decodes with few tokens left of what their clients allowed."""
+        if self._least_left - self._num_grown > ENDING_TOKENS:
+            return ()
+        lefts = ((left - self._num_grown, terms) for left, terms in self._ends)
+        return tuple(terms.ending(left) for left, terms in lefts if left <= ENDING_TOKENS)
 
     def outdate(self) -> None:
         """One of them ended, or may have."""
@@ -78,6 +102,7 @@ class Running:
     def _grow(self, tokens: int, tpot_s: float) -> None:
         """Each of them has so many tokens more."""
         self._first_tokens += tokens
+        self._num_grown += tokens
         self._all, self.offline = self._all.longer(tokens), self.offline.longer(tokens)
         if self._online.num:
             self._online = self._online.longer(tokens)

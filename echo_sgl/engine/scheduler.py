@@ -88,6 +88,7 @@ class EchoScheduler(PoolIntake):
             create_live_batch_time(active_config(), server_facts(self)),
             self.step_timer,
             max_decodes=self.max_running_requests,
+            chunk_tokens=self.chunked_prefill_size or self.max_prefill_tokens,
             watch=self.deadline_watch,
             rank=get_parallel().tp_rank,
         )

@@ -27,9 +27,10 @@ from echo_sgl.engine.step_timing import StepTimer, row_of_batch
 from echo_sgl.engine.terms import RequestTerms, terms_of
 from echo_sgl.estimators.lessons import Lessons
 from echo_sgl.estimators.live import LiveBatchTime
+from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.preemption import Holder, preemption_order
-from echo_sgl.policies.step_planner import Contexts, create_step_planner
+from echo_sgl.policies.step_planner import create_step_planner
 from echo_sgl.types import Task
 
 WAIT_WINDOW_S = 60.0
@@ -58,6 +59,7 @@ class StepControl:
         timer: StepTimer,
         *,
         max_decodes: int,
+        chunk_tokens: int,
         watch: DeadlineWatch,
         rank: int = 0,
     ) -> None:
@@ -71,6 +73,7 @@ class StepControl:
             config,
             estimator,
             max_decodes=max_decodes,
+            chunk_tokens=chunk_tokens,
             captured_batch_sizes=estimator.model.captured_batch_sizes,
         )
         self.counts = StepCounts()
@@ -114,6 +117,7 @@ class StepControl:
             first_due_s=min((terms.due_s(0) for terms in firsts), default=math.inf),
             num_waiting=len(firsts),
             waiting_tokens=waiting_tokens,
+            endings=self._running.endings,
         )
         # Asked while all of this is in the CPU's caches; `select_decodes` comes much later.
         self._is_settled = self._stays(self._running.offline)

@@ -17,7 +17,7 @@ from typing import Any
 from echo_sgl.config import SloConfig
 from echo_sgl.engine.settings import active_config
 from echo_sgl.errors import TermsError
-from echo_sgl.policies.step_limit import Promise
+from echo_sgl.policies.step_limit import Ending, Promise
 from echo_sgl.types import OFFLINE_SERVICE_TIER, Task
 
 TIER_KEY = "service_tier"
@@ -32,6 +32,7 @@ class RequestTerms:
 
     `arrival_s` is when the server's HTTP process took it in; `first_token_s` when the
     scheduler first saw a token of it, None before; `waiting_since_s` when it was parked.
+    `max_tokens`: of its answer, as the client allowed; known with the first token.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class RequestTerms:
         "deadline_s",
         "first_token_s",
         "is_offline",
+        "max_tokens",
         "num_offline_steps_waited",
         "promise",
         "started_s",
@@ -53,11 +55,19 @@ class RequestTerms:
         self.first_token_s: float | None = None
         self.started_s: float | None = None
         self.waiting_since_s: float | None = None
-        self.num_offline_steps_waited = 0
+        self.num_offline_steps_waited = self.max_tokens = 0
 
     def due_s(self, num_tokens: int) -> float:
         """When the token after `num_tokens` is due."""
         return self.promise.due_s(num_tokens, self.arrival_s, self.first_token_s)
+
+    def note_first_token(self, now_s: float, max_tokens: int) -> None:
+        """The first token is here; the answer may get so many."""
+        self.first_token_s, self.max_tokens = now_s, max_tokens
+
+    def ending(self, num_left: int) -> Ending:
+        """Its end with so many tokens left, if the answer is as long as allowed."""
+        return Ending(self.due_s(self.max_tokens - 1), num_left)
 
     def is_met(self, num_tokens: int, end_s: float) -> bool:
         """Whether a request that ended with so many tokens got what it was promised."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from echo_sgl.batch_shape import BatchShape, SummedShape
+from echo_sgl.policies.step_limit import ENDING_TOKENS, Ending
 from echo_sgl.sim.workload import DecodeClock, SimRequest
 
 Entry = tuple[float, int, SimRequest]
@@ -37,6 +38,8 @@ class DecodeGroup(DecodeClock):
         self._due: list[Entry] = []
         self._ends: list[Entry] = []
         self._unclips: list[Entry] = []
+        self._allowed: list[Entry] = []
+        self._near: list[Entry] = []
         self._num_joined = 0
 
     def __len__(self) -> int:
@@ -63,6 +66,8 @@ class DecodeGroup(DecodeClock):
         self._push(self._shortest, offset, request)
         self._push(self._ends, self.step + tokens_left, request)
         if math.isfinite(self._tpot_s):
+            allowed_step = self.step + request.max_new_tokens - request.num_outputs
+            self._push(self._allowed, allowed_step, request)
             self._push(self._due, self._due_constant(request), request)
 
     def remove(self, request: SimRequest) -> None:
@@ -116,6 +121,15 @@ class DecodeGroup(DecodeClock):
         entry = self._top(self._due)
         return math.inf if entry is None else entry[0] + self.step * self._tpot_s
 
+    @property
+    def endings(self) -> tuple[Ending, ...]:
+        """Members with few tokens left of what their clients allowed; none without a promise."""
+        last_step = self.step + ENDING_TOKENS
+        while (entry := self._top(self._allowed)) is not None and entry[0] <= last_step:
+            self._near.append(heapq.heappop(self._allowed))
+        self._near = [one for one in self._near if self._is_here(one)]
+        return tuple(self._ending(step, request) for step, _, request in self._near)
+
     def shape(self) -> BatchShape:
         """A step of these decodes alone."""
         return SummedShape(len(self.members), self.seq_tokens, self.longest_tokens)
@@ -127,6 +141,10 @@ class DecodeGroup(DecodeClock):
             start_s = min(start_s, request.first_token_s)
         return start_s + (request.outputs_at_join - request.joined_step) * self._tpot_s
 
+    def _ending(self, allowed_step: float, request: SimRequest) -> Ending:
+        due_s = self._due_constant(request) + (allowed_step - 1) * self._tpot_s
+        return Ending(due_s, int(allowed_step) - self.step)
+
     def _residue(self, request: SimRequest) -> int:
         return (request.seq_tokens - self.step - 1) % self._page_tokens
 
@@ -135,9 +153,11 @@ class DecodeGroup(DecodeClock):
 
     def _top(self, heap: list[Entry]) -> Entry | None:
         while heap:
-            entry = heap[0]
-            _, ticket, request = entry
-            if request.group is self and request.ticket == ticket:
-                return entry
+            if self._is_here(heap[0]):
+                return heap[0]
             heapq.heappop(heap)
         return None
+
+    def _is_here(self, entry: Entry) -> bool:
+        _, ticket, request = entry
+        return request.group is self and request.ticket == ticket

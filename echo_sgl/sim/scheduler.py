@@ -15,11 +15,12 @@ from itertools import islice
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
+from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
-from echo_sgl.policies.step_planner import Contexts, create_step_planner
+from echo_sgl.policies.step_planner import create_step_planner
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.estimator_feed import EstimatorFeed
@@ -87,6 +88,7 @@ class SimScheduler:
             echo,
             self.estimator,
             max_decodes=config.max_running_requests,
+            chunk_tokens=config.chunked_prefill_tokens,
             captured_batch_sizes=self.estimator.model.captured_batch_sizes,
         )
         self.feed = EstimatorFeed(self.estimator, is_exact=not config.noise)
@@ -181,6 +183,7 @@ class SimScheduler:
             first_due_s=first_s + self.promise.ttft_s,
             num_waiting=len(self.waiting) + (chunked is not None),
             waiting_tokens=self._waiting_tokens(chunked),
+            endings=self.online.endings,
         )
         self._observe_use(now_s, online_tokens)
 

@@ -65,7 +65,7 @@ def control() -> StepControl:
     config = parse_config({"steps": {"limit": "budget", "budget_s": 0.25}})
     live = create_live_batch_time(config, SERVER)
     watch = DeadlineWatch(DeadlineOrder(FcfsOrder()))
-    return StepControl(config, live, StepTimer(), max_decodes=8, watch=watch)
+    return StepControl(config, live, StepTimer(), max_decodes=8, chunk_tokens=512, watch=watch)
 
 
 def request(rid: str, **params: str) -> SimpleNamespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 from echo_sgl.batch_shape import decode_row
 from echo_sgl.engine.running import Running, offline_of
 from echo_sgl.engine.terms import RequestTerms
-from echo_sgl.policies.step_limit import Promise
-from echo_sgl.policies.step_planner import Contexts
+from echo_sgl.policies.contexts import Contexts
+from echo_sgl.policies.step_limit import ENDING_TOKENS, Promise
 from echo_sgl.types import Task
 
 PROMISE = Promise(1.0, 0.1)
@@ -27,6 +28,7 @@ class Decoding:
     prompt_tokens: int
     output_ids: list[int] = field(default_factory=lambda: [1])
     is_over: bool = False
+    sampling_params: Any = None
     to_finish: Any = None
     beam_group: Any = None
 
@@ -38,8 +40,12 @@ class Decoding:
         return self.is_over
 
 
-def decoding(task: Task, prompt_tokens: int = 10, promise: Promise = PROMISE) -> Any:
-    return Decoding(RequestTerms(task, promise, 0.0, math.inf), prompt_tokens)
+def decoding(
+    task: Task, prompt_tokens: int = 10, promise: Promise = PROMISE, max_tokens: int = 400
+) -> Any:
+    allowed = SimpleNamespace(max_new_tokens=max_tokens)
+    terms = RequestTerms(task, promise, 0.0, math.inf)
+    return Decoding(terms, prompt_tokens, sampling_params=allowed)
 
 
 def facts(running: Running, reqs: Any) -> tuple[Any, ...]:
@@ -60,7 +66,12 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
         if rng.random() < 0.3:  # somebody comes, as SGLang's batches take them in: a new list
             reqs = [
                 *reqs,
-                decoding(rng.choice(list(Task)), rng.randrange(90), rng.choice(promises)),
+                decoding(
+                    rng.choice(list(Task)),
+                    rng.randrange(90),
+                    rng.choice(promises),
+                    rng.choice([20, 100, 400]),
+                ),
             ]
         if reqs and rng.random() < 0.2:
             leaving = rng.choice(reqs)
@@ -71,6 +82,7 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
         running = running.at(reqs, now_s)
         assert facts(running, reqs) == facts(fresh := Running(reqs, now_s), reqs)
         assert running.decode_due_s == pytest.approx(fresh.decode_due_s)
+        assert running.endings == fresh.endings
         assert running.row_of(reqs) == decode_row([req.seqlen for req in reqs])
         if rng.random() < 0.8:  # else the step prefilled, and these got nothing
             step(reqs)
@@ -102,3 +114,21 @@ def test_who_is_to_end_may_not_sit_out() -> None:
     ends.to_finish = "aborted"
     assert offline_of([stays, ends, decoding(Task.ONLINE)]) == [stays]
     assert Running([stays, ends], 0.0).offline == Contexts.of([11])
+
+
+def test_who_has_few_tokens_left_is_told_until_it_ends() -> None:
+    reqs = [decoding(Task.ONLINE, max_tokens=ENDING_TOKENS + 2), decoding(Task.OFFLINE)]
+    running = Running(reqs, 3.0)
+    assert running.endings == (), "one token of so many is there"
+    for number in range(ENDING_TOKENS):
+        step(reqs)
+        running = running.at(reqs, 3.0 + 0.01 * number)
+        [ending] = running.endings
+        assert ending.num_left == ENDING_TOKENS - number
+        # The TTFT has 1 s, the last of 18 tokens 17 TPOTs more.
+        assert ending.due_s == pytest.approx(1.0 + 1.7)
+
+
+def test_without_a_promise_nobody_ends_late() -> None:
+    reqs = [decoding(Task.ONLINE, promise=Promise(), max_tokens=3)]
+    assert Running(reqs, 0.0).endings == ()

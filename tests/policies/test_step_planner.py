@@ -9,61 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import SloConfig, StepsConfig, parse_config
-from echo_sgl.policies.batch_size import create_batch_size
-from echo_sgl.policies.decode_selection import Decode, create_decode_selection
-from echo_sgl.policies.step_limit import create_step_limit
-from echo_sgl.policies.step_planner import Contexts, StepPlanner, create_step_planner
-
-NOW_S = 64.0
-ALL_SLACK = {"slack_share": 1.0, "lag_tokens": 0.0}
-
-
-class Clockwork:
-    """1 ms a prefilled token, 10 ms a decode, nothing else."""
-
-    is_ready = True
-
-    @property
-    def upper(self):
-        return self
-
-    def predict_s(self, step):
-        return 0.001 * step.prefill_tokens + 0.010 * step.num_decodes
-
-
-class Unknown(Clockwork):
-    is_ready = False
-
-    def predict_s(self, step):
-        return math.inf
-
-
-def planner(
-    estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps
-) -> StepPlanner:
-    config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **ALL_SLACK, **steps})
-    return StepPlanner(
-        config,
-        create_step_limit(config, slo or SloConfig(ttft_s=100.0, tpot_s=100.0)),
-        estimator or Clockwork(),
-        selection=create_decode_selection(selection, seed=0),
-        batch_size=create_batch_size("fixed", base=8, maximum=max_decodes),
-    )
-
-
-def begin(plan, *, decodes=0, due_in_s=math.inf, first_due_in_s=math.inf, waiting=0):
-    shape = BatchShape()
-    for _ in range(decodes):
-        shape.add_decode(100)
-    plan.begin(
-        NOW_S,
-        shape,
-        decode_due_s=NOW_S + due_in_s,
-        first_due_s=NOW_S + first_due_in_s,
-        num_waiting=waiting,
-    )
-    return plan
+from echo_sgl.config import parse_config
+from echo_sgl.policies.contexts import Contexts
+from echo_sgl.policies.decode_selection import Decode
+from echo_sgl.policies.step_planner import create_step_planner
+from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
 
 
 def chunk(plan, max_tokens=1000, page_size=1):
@@ -124,64 +74,6 @@ def test_without_online_decodes_the_stall_comes_on_top_of_the_least_step():
     assert not plan.all_decode(Contexts.of([100] * 5))
 
 
-@pytest.mark.parametrize(
-    ("due_in_s", "defers"), [(0.2, False), (0.083, True), (-1.0, True), (math.inf, False)]
-)
-def test_offline_prefill_waits_until_the_smallest_chunk_fits_between_two_tokens(due_in_s, defers):
-    plan = begin(planner(min_chunk_tokens=64), decodes=2, due_in_s=due_in_s)
-    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=False) is defers
-
-
-@pytest.mark.parametrize("limit", ["slack", "budget"])
-def test_between_two_tokens_of_an_online_decode_there_is_one_offline_prefill(limit):
-    plan = planner(limit=limit, budget_s=9.0)
-    begin(plan, decodes=2, due_in_s=50.0)
-    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
-    begin(plan)
-    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
-
-
-def test_a_chunk_that_attends_to_a_long_prefix_waits_for_more_room():
-    class Attention(Clockwork):
-        def predict_s(self, step):
-            return super().predict_s(step) + 1e-6 * step.cached_tokens
-
-    plan = begin(planner(Attention(), min_chunk_tokens=64), decodes=2, due_in_s=0.1)
-    waits = {"online_prefill_waits": False, "last_was_prefill": False}
-    assert not plan.decodes_first(**waits, cached_tokens=10_000)
-    assert plan.decodes_first(**waits, cached_tokens=20_000)
-
-
-@pytest.mark.parametrize(
-    ("online_chunks", "due_in_s", "defers"),
-    [("whole", 0.019, True), ("whole", 0.021, False), ("slack", 0.02, True), ("slack", 0.1, False)],
-)
-def test_online_prefill_and_online_decodes_take_turns_when_decodes_are_due(
-    online_chunks, due_in_s, defers
-):
-    """Two decodes take 20 ms; the smallest chunk that a limit that cuts makes takes 64 more."""
-    plan = planner(online_chunks=online_chunks)
-    begin(plan, decodes=2, due_in_s=due_in_s, first_due_in_s=5.0, waiting=1)
-    assert plan.decodes_first(online_prefill_waits=True, last_was_prefill=True) is defers
-    assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=False)
-
-
-def test_under_a_budget_online_decodes_go_between_two_online_prefills():
-    turns = {"online_prefill_waits": True, "last_was_prefill": True}
-    plan = begin(planner(limit="budget", budget_s=9.0), decodes=2, due_in_s=50.0, waiting=1)
-    assert plan.decodes_first(**turns)
-    assert not plan.decodes_first(**{**turns, "last_was_prefill": False})
-    ample = begin(planner(), decodes=2, due_in_s=50.0, first_due_in_s=60.0, waiting=1)
-    assert not ample.decodes_first(**turns), "slack is spent by the first and left for the second"
-
-
-def test_without_a_limit_online_decodes_go_before_a_second_offline_prefill():
-    plan = begin(planner(limit="off"), decodes=2, due_in_s=0.0)
-    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
-    assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=True)
-    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
-
-
 def online_chunk(plan, max_tokens=1000, page_size=1):
     return plan.online_chunk_tokens(
         BatchShape(), cached_tokens=0, max_tokens=max_tokens, page_size=page_size
@@ -236,7 +128,7 @@ def test_the_most_decodes_of_a_step_count_online_ones():
 def test_beside_online_requests_a_step_does_not_outgrow_the_largest_graph(num_online, num_offline):
     config = parse_config({"slo": {"ttft_s": 99.0, "tpot_s": 99.0}, "steps": {"max_stall_s": 9.0}})
     plan = create_step_planner(
-        config, Clockwork(), max_decodes=64, captured_batch_sizes=[1, 2, 4, 8]
+        config, Clockwork(), max_decodes=64, chunk_tokens=512, captured_batch_sizes=[1, 2, 4, 8]
     )
     begin(plan, decodes=num_online)
     assert plan.all_decode(Contexts.of([100] * num_offline))

@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.policies.offline_order import PrefixNeed
+from echo_sgl.policies.step_limit import ENDING_TOKENS
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.events import EventQueue, Priority
 from echo_sgl.sim.prefix_tree import PrefixTree
 from echo_sgl.sim.workload import SimRequest
 from echo_sgl.types import Task
+
+ALLOWED_TOKENS = 24
 
 
 def test_events_come_by_time_then_priority_then_order_of_arrival() -> None:
@@ -131,10 +134,14 @@ def request(number: int, prompt_tokens: int) -> SimRequest:
         prompt_tokens=prompt_tokens,
         blocks=array("q", (number,)),
         sizes=array("q", (prompt_tokens,)),
-        max_new_tokens=1000,
+        max_new_tokens=ALLOWED_TOKENS,
     )
     one.outputs_at_join, one.first_token_s = 1, 0.1 * number + 0.5
     return one
+
+
+def due_after(one: SimRequest, num_outputs: int) -> float:
+    return min(one.arrival_s + 1.0, one.first_token_s or 0.0) + num_outputs * 0.05
 
 
 @given(
@@ -165,15 +172,15 @@ def test_sums_of_a_group_are_those_of_its_requests(
                 ended.append(one.rid)
                 group.remove(one)
         assert group.seq_tokens == sum(one.seq_tokens for one in group)
-        assert group.left_tokens == sum(1000 - one.num_outputs for one in group)
+        assert group.left_tokens == sum(ALLOWED_TOKENS - one.num_outputs for one in group)
         assert group.longest_tokens == max((one.seq_tokens for one in group), default=0)
         assert group.shortest_tokens == min((one.seq_tokens for one in group), default=0)
-        due_s = min(
-            (
-                min(one.arrival_s + 1.0, one.first_token_s or 0.0) + one.num_outputs * 0.05
-                for one in group
-            ),
-            default=math.inf,
-        )
+        due_s = min((due_after(one, one.num_outputs) for one in group), default=math.inf)
         assert group.due_s == pytest.approx(due_s)
+        endings = sorted(
+            (due_after(one, ALLOWED_TOKENS - 1), ALLOWED_TOKENS - one.num_outputs)
+            for one in group
+            if ALLOWED_TOKENS - one.num_outputs <= ENDING_TOKENS
+        )
+        assert sorted(group.endings) == [pytest.approx(one) for one in endings]
     assert len(ended) == len(set(ended))

@@ -84,3 +84,18 @@ def test_the_estimator_learns_what_the_device_takes_alone() -> None:
     shape = BatchShape()
     shape.add_decode(200)
     assert twin.scheduler.estimator.predict_s(shape) == pytest.approx(device().predict_s(shape))
+
+
+@pytest.mark.parametrize(("margin", "is_in_time"), [(0.5, True), (0.0, False)])
+def test_a_short_answer_ends_before_prefills_that_would_make_it_late(
+    margin: float, is_in_time: bool
+) -> None:
+    """Four tokens, and after the first come three prompts, each of which takes three TPOTs."""
+    at_s = array("d", (0.0, 0.01, 0.01, 0.01))
+    prompts, answers = array("q", (100, 6000, 6000, 6000)), array("q", (4, 10, 10, 10))
+    online = Trace(Task.ONLINE, at_s, prompts, answers, allowed_tokens=answers)
+    sections = {"slo": {"ttft_s": 2.0, "tpot_s": 0.05}, "steps": {"ttft_margin": margin}}
+    results = simulate(server(sections, chunked_prefill_tokens=6000), online)
+    _, short_tpot_s = min(zip(results.ttft_s, results.tpot_s, strict=True))
+    assert (short_tpot_s <= 0.05) is is_in_time
+    assert max(results.ttft_s) < 2.0

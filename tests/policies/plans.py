@@ -1,0 +1,75 @@
+"""Planners whose steps take exactly what a linear clock says."""
+
+from __future__ import annotations
+
+import math
+
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.config import SloConfig, StepsConfig
+from echo_sgl.policies.batch_size import create_batch_size
+from echo_sgl.policies.decode_selection import create_decode_selection
+from echo_sgl.policies.step_limit import Ending, create_step_limit
+from echo_sgl.policies.step_planner import StepPlanner
+
+NOW_S = 64.0
+CHUNK_TOKENS = 512
+ALL_SLACK = {"slack_share": 1.0, "lag_tokens": 0.0}
+
+
+class Clockwork:
+    """1 ms a prefilled token, 10 ms a decode, nothing else."""
+
+    is_ready = True
+
+    @property
+    def upper(self):
+        return self
+
+    def predict_s(self, step):
+        return 0.001 * step.prefill_tokens + 0.010 * step.num_decodes
+
+
+class Unknown(Clockwork):
+    is_ready = False
+
+    def predict_s(self, step):
+        return math.inf
+
+
+def planner(
+    estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps
+) -> StepPlanner:
+    config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **ALL_SLACK, **steps})
+    return StepPlanner(
+        config,
+        create_step_limit(config, slo or SloConfig(ttft_s=100.0, tpot_s=100.0)),
+        estimator or Clockwork(),
+        selection=create_decode_selection(selection, seed=0),
+        batch_size=create_batch_size("fixed", base=8, maximum=max_decodes),
+        chunk_tokens=CHUNK_TOKENS,
+    )
+
+
+def begin(
+    plan,
+    *,
+    decodes=0,
+    due_in_s=math.inf,
+    first_due_in_s=math.inf,
+    waiting=0,
+    waiting_tokens=0,
+    endings=(),
+):
+    shape = BatchShape()
+    for _ in range(decodes):
+        shape.add_decode(100)
+    plan.begin(
+        NOW_S,
+        shape,
+        decode_due_s=NOW_S + due_in_s,
+        first_due_s=NOW_S + first_due_in_s,
+        num_waiting=waiting,
+        waiting_tokens=waiting_tokens,
+        endings=tuple(Ending(NOW_S + in_s, num_left) for in_s, num_left in endings),
+    )
+    return plan
