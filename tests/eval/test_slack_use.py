@@ -103,8 +103,9 @@ def test_online_requests_alone_lose_nothing_by_being_promised_something():
         ttft_s, tpot_s = latencies(load.run(promised, load.online))
         return float(np.mean((ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)))
 
-    assert kept() > 0.98
-    assert kept(online_chunks="slack") < 0.95
+    whole = kept()
+    assert whole > 0.98
+    assert kept(online_chunks="slack") < whole
 
 
 def test_every_setting_is_one_that_the_config_allows():
