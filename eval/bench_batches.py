@@ -27,7 +27,7 @@ from echo_sgl.batches.replies import Reply
 from echo_sgl.batches.store.job_store import open_store
 from echo_sgl.batches.tenants import Tenants
 from echo_sgl.config import BatchesConfig
-from eval.machine import machine
+from eval.machine import machine, peak_bytes
 
 MODEL = "stub"
 RATE_LINES = 20_000
@@ -109,7 +109,7 @@ async def measure_rate() -> dict[str, float]:
 async def measure_memory() -> dict[str, float]:
     """Growth of the server's peak memory over upload, check, run and download of a job."""
     async with _Server() as server:
-        before_mb = _peak_mb(resource.RUSAGE_SELF)
+        before_mb = peak_bytes() / 1e6
         batch_id = await server.submit(MEMORY_LINES, MEMORY_LINE_BYTES)
         batch = await server.ended(batch_id)
         async with server.http.stream("GET", f"/v1/files/{batch['input_file_id']}") as answer:
@@ -117,8 +117,9 @@ async def measure_memory() -> dict[str, float]:
             num_bytes = answer.json()["bytes"]
     assert batch["request_counts"]["completed"] == MEMORY_LINES
     return {
-        "server_mb": _peak_mb(resource.RUSAGE_SELF) - before_mb,
-        "checker_mb": _peak_mb(resource.RUSAGE_CHILDREN),
+        "server_mb": peak_bytes() / 1e6 - before_mb,
+        # Of any process that this one started, and at least what this one held then.
+        "checker_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6,
         "num_bytes": num_bytes,
     }
 
@@ -188,10 +189,6 @@ def _measured(part: str) -> dict[str, float]:
     output = subprocess.check_output([sys.executable, "-m", "eval.bench_batches", part])
     found: dict[str, float] = orjson.loads(output)
     return found
-
-
-def _peak_mb(who: int) -> float:
-    return resource.getrusage(who).ru_maxrss * 1024 / 1e6
 
 
 if __name__ == "__main__":

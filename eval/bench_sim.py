@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import resource
 import sys
 import time
 from array import array
@@ -27,7 +26,7 @@ from echo_sgl.sim.server import simulate
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
-from eval.machine import machine
+from eval.machine import machine, peak_bytes
 from eval.workloads import DATA_DIR
 from eval.workloads.patterns import lognormal_lengths
 from eval.workloads.traces import Arrival, read_trace
@@ -140,11 +139,10 @@ def full_day() -> str:
         bar = progress.add_task("a day", total=1.0)
         results = simulate_share(1.0, lambda done: progress.update(bar, completed=done))
     wall_s = time.perf_counter() - start_s
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     return (
         f"{results.online_done:,} online requests, {results.offline_done:,} lines, "
         f"{results.num_steps:,} steps: {wall_s:.0f} s ({time.process_time():.0f} s of CPU), "
-        f"{peak_mb:.0f} MB at most, on {machine()}"
+        f"{peak_bytes() / 1e6:.0f} MB at most, on {machine()}"
     )
 
 

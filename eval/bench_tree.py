@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import random
-import resource
 import statistics
 import time
 from array import array
@@ -21,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from echo_sgl.config import CacheConfig
-from eval.machine import machine
+from eval.machine import machine, peak_bytes
 
 LEAVES = (1_000, 10_000, 100_000)
 NUM_DOCUMENTS = 100
@@ -63,11 +62,14 @@ class _Tree:
         self.name, self.random = name, random.Random(0)
         self.documents = [self.tokens(DOCUMENT_TOKENS) for _ in range(NUM_DOCUMENTS)]
         self.values = _arange(DOCUMENT_TOKENS + QUESTION_TOKENS)
-        before_bytes = _resident_bytes()
+        gc.collect()
+        before_bytes = peak_bytes()
         self.core = _create_core(name)
         for number in range(num_leaves):
             self.insert(self.question(number))
-        self.bytes_per_leaf = (_resident_bytes() - before_bytes) / num_leaves
+        gc.collect()
+        # Trees only grow here, so the peak is what they took.
+        self.bytes_per_leaf = (peak_bytes() - before_bytes) / num_leaves
 
     def tokens(self, count: int) -> array[int]:
         return array("q", (self.random.randrange(32_000) for _ in range(count)))
@@ -235,12 +237,6 @@ def _call_us(call: Callable[[], None]) -> float:
     start_s = time.perf_counter()
     call()
     return (time.perf_counter() - start_s) * 1e6
-
-
-def _resident_bytes() -> int:
-    """The process's peak so far; trees only grow here, so differences are what they took."""
-    gc.collect()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _arange(count: int) -> Any:

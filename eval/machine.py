@@ -56,6 +56,13 @@ def provenance() -> dict[str, str]:
     }
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has held; `getrusage` also counts what its parent held."""
+    status = Path("/proc/self/status").read_text()
+    [num_kib] = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(num_kib) * 1024
+
+
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
