@@ -11,19 +11,7 @@ from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.weighing import MAX_PASSED_OVER, Weighing
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offline_order import FcfsOrder
-
-
-class Clockwork:
-    """A millisecond for each new token."""
-
-    is_ready = True
-
-    @property
-    def upper(self):
-        return self
-
-    def predict_s(self, step):
-        return 0.001 * step.prefill_tokens
+from tests.policies.plans import Clockwork
 
 
 class Core:
