@@ -67,9 +67,10 @@ class OnlineView(NamedTuple):
 
     `decode_due_s`: the least due time of requests that decode, infinite without any.
     `first_due_s`: the same of requests that wait for their first token. `alone_s`: predicted
-    time of a step that decodes the online requests alone, 0 without any. `prefill_s`: predicted
-    time to prefill all that waits. `endings`: those with at most `ENDING_TOKENS` left of what
-    their clients allowed. A tuple, because one is made each step.
+    time of a step that decodes the online requests alone, 0 without any. `chunk_s`, `prefill_s`:
+    predicted time to prefill the first chunk of what waits, and all of it. `endings`: decodes
+    with at most `ENDING_TOKENS` left of what their clients allowed. A tuple, because one is made
+    each step.
     """
 
     now_s: float
@@ -77,6 +78,7 @@ class OnlineView(NamedTuple):
     first_due_s: float
     alone_s: float
     is_present: bool
+    chunk_s: float = 0.0
     prefill_s: float = 0.0
     endings: tuple[Ending, ...] = ()
 
@@ -120,8 +122,8 @@ class StepLimit(ABC):
         """What an online prefill may take before online decodes must go on; may be negative."""
         return math.inf
 
-    def lets_end(self, view: OnlineView, chunk_s: float) -> bool:
-        """Whether online decodes go before an online prefill of `chunk_s`: one ends in time so."""
+    def lets_end(self, view: OnlineView) -> bool:
+        """Whether online decodes go before online prefill because one ends in time so."""
         return False
 
     def note_step(self, online: OnlinePart | None, elapsed_s: float) -> None:
@@ -213,17 +215,17 @@ class SlackLimit(StepLimit):
         prefill_share = max(MIN_PREFILL_SHARE, 1.0 - view.alone_s / self._tpot_s)
         return view.first_due_s - view.now_s - view.prefill_s / prefill_share
 
-    def lets_end(self, view: OnlineView, chunk_s: float) -> bool:
+    def lets_end(self, view: OnlineView) -> bool:
         """With few tokens left there is no time to catch up in: so decode goes on to the end of
         who would be late for that prefill, if it can be in time without, and the first tokens too.
         """
-        if not self._margin_s:
+        if not self._margin_s or not view.endings:
             return False
         spare_s = self._first_token_margin_s(view)
         for ending in view.endings:
             left_s = ending.num_left * view.alone_s
             slack_s = ending.due_s - view.now_s - left_s
-            if 0.0 <= slack_s < chunk_s and left_s < spare_s:
+            if 0.0 <= slack_s < view.chunk_s and left_s < spare_s:
                 return True
         return False
 

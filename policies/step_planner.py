@@ -79,7 +79,7 @@ class StepPlanner:
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self._online_decodes = BatchShape()
         self._decode_limit = math.inf
-        self._chunk_tokens, self._waiting_tokens = chunk_tokens, 0
+        self._chunk_tokens = chunk_tokens
         # When the step that runs was planned, and what online work it holds.
         self._launched: tuple[float, OnlinePart | None] | None = None
 
@@ -105,16 +105,16 @@ class StepPlanner:
             self.limit.note_step(online, now_s - launched_s)
             self._launched = None
         is_present = len(decodes) > 0 or num_waiting > 0
-        alone_s = prefill_s = 0.0
+        alone_s = chunk_s = prefill_s = 0.0
         if self._is_known:
             alone_s = self.estimator.upper.predict_s(decodes) if len(decodes) else 0.0
-            prefill_s = self._prefill_s(waiting_tokens) if waiting_tokens else 0.0
+            if waiting_tokens > 0:
+                chunk_s, prefill_s = self._prefill_times_s(waiting_tokens)
         self._online_decodes = decodes
         if num_waiting:
             self.limit.note_waiting()
-        self._waiting_tokens = waiting_tokens
         self.view = OnlineView(
-            now_s, decode_due_s, first_due_s, alone_s, is_present, prefill_s, endings
+            now_s, decode_due_s, first_due_s, alone_s, is_present, chunk_s, prefill_s, endings
         )
         self.limit_s = self.limit.limit_s(self.view)
         self._decode_limit = self.limit.decode_limit_s(self.view)
@@ -147,11 +147,8 @@ class StepPlanner:
         if not self.is_limited or not self._is_known:
             return last_was_prefill and not online_prefill_waits
         if online_prefill_waits:
-            if last_was_prefill and self._decodes_are_due(cached_tokens):
-                return True
-            return bool(self.view.endings) and self.limit.lets_end(
-                self.view, self._online_chunk_s(cached_tokens)
-            )
+            is_due = last_was_prefill and self._decodes_are_due(cached_tokens)
+            return is_due or self.limit.lets_end(self.view)
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
         return last_was_prefill or not self._smallest_chunk_fits(
             self.limit_s - self.view.alone_s, cached_tokens
@@ -165,12 +162,6 @@ class StepPlanner:
         if self.limit.cuts_online_chunks:
             return not self._smallest_chunk_fits(room_s, cached_tokens)
         return room_s <= 0.0
-
-    def _online_chunk_s(self, cached_tokens: int) -> float:
-        """What the next step takes if it prefills online requests."""
-        chunk = BatchShape()
-        chunk.add_prefill(min(self._waiting_tokens, self._chunk_tokens), cached_tokens)
-        return self.estimator.upper.predict_s(chunk)
 
     def offline_chunk_tokens(
         self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int
@@ -235,11 +226,12 @@ class StepPlanner:
         shape.undo()
         return time_s
 
-    def _prefill_s(self, num_tokens: int) -> float:
-        """About how long so many tokens take in steps of their own."""
+    def _prefill_times_s(self, num_tokens: int) -> tuple[float, float]:
+        """About how long so many tokens take in steps of their own: the first, and all."""
         chunk = BatchShape()
         chunk.add_prefill(min(num_tokens, self._chunk_tokens))
-        return self.estimator.upper.predict_s(chunk) * num_tokens / chunk.prefill_tokens
+        chunk_s = self.estimator.upper.predict_s(chunk)
+        return chunk_s, chunk_s * num_tokens / chunk.prefill_tokens
 
     def _smallest_chunk_fits(self, limit_s: float, cached_tokens: int) -> bool:
         return self.smallest_chunk_s(BatchShape(), cached_tokens=cached_tokens) <= limit_s

@@ -115,3 +115,9 @@ def test_without_a_margin_for_first_tokens_prefills_go_first_as_in_echo():
     waits = {"first_due_in_s": 5.0, "waiting": 1, "waiting_tokens": 100}
     plan = begin(planner(ttft_margin=0.0), decodes=2, due_in_s=1.0, endings=[(0.15, 3)], **waits)
     assert not plan.decodes_first(**PREFILL_WAITS)
+
+
+def test_a_prefill_of_nothing_makes_nobody_late():
+    waits = {"first_due_in_s": 5.0, "waiting": 1, "waiting_tokens": 0}
+    plan = begin(planner(), decodes=2, due_in_s=1.0, endings=[(0.06, 3)], **waits)
+    assert not plan.decodes_first(**PREFILL_WAITS)
