@@ -2,7 +2,7 @@
 
 A stub answers at once, so that store and dispatcher are all that is measured. Stock SGLang has no
 batches to compare with. Each part runs in a process of its own: `python -m eval.bench_batches
-rate` and `... memory` print one JSON object.
+rate 20000` and `... memory 50000` run a job of so many lines and print one JSON object.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ ANSWER = orjson.dumps(
         "usage": {"prompt_tokens": 100, "completion_tokens": 50, "total_tokens": 150},
     }
 )
-PARTS = ("rate", "memory")
 
 
 class InstantEngine:
@@ -66,7 +65,7 @@ class InstantEngine:
 
 def run() -> list[dict[str, Any]]:
     """Rows for `eval.bench`."""
-    rate, memory = (_measured(part) for part in PARTS)
+    rate, memory = measured("rate", RATE_LINES), measured("memory", MEMORY_LINES)
     rows = [
         ("batches: lines through store and dispatcher", rate["lines_per_s"], "lines/s", RATE_LINES),
         ("batches: CPU time of a line", rate["cpu_us_per_line"], "us", RATE_LINES),
@@ -92,30 +91,30 @@ def run() -> list[dict[str, Any]]:
     ]
 
 
-async def measure_rate() -> dict[str, float]:
+async def measure_rate(num_lines: int) -> dict[str, float]:
     """From the first line that is sent to the last that is on disk."""
     async with _Server() as server:
-        batch_id = await server.submit(RATE_LINES, RATE_LINE_BYTES, paused=True)
+        batch_id = await server.submit(num_lines, RATE_LINE_BYTES, paused=True)
         while (await server.batch(batch_id))["status"] == "validating":
             await asyncio.sleep(0.02)
         cpu_s, start_s = time.process_time(), time.perf_counter()
         await server.http.post(f"/v1/batches/{batch_id}/resume")
         batch = await server.ended(batch_id)
         wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
-    assert batch["request_counts"]["completed"] == RATE_LINES
-    return {"lines_per_s": RATE_LINES / wall_s, "cpu_us_per_line": 1e6 * cpu_s / RATE_LINES}
+    assert batch["request_counts"]["completed"] == num_lines
+    return {"lines_per_s": num_lines / wall_s, "cpu_us_per_line": 1e6 * cpu_s / num_lines}
 
 
-async def measure_memory() -> dict[str, float]:
+async def measure_memory(num_lines: int) -> dict[str, float]:
     """Growth of the server's peak memory over upload, check, run and download of a job."""
     async with _Server() as server:
         before_mb = peak_bytes() / 1e6
-        batch_id = await server.submit(MEMORY_LINES, MEMORY_LINE_BYTES)
+        batch_id = await server.submit(num_lines, MEMORY_LINE_BYTES)
         batch = await server.ended(batch_id)
         async with server.http.stream("GET", f"/v1/files/{batch['input_file_id']}") as answer:
             await answer.aread()
             num_bytes = answer.json()["bytes"]
-    assert batch["request_counts"]["completed"] == MEMORY_LINES
+    assert batch["request_counts"]["completed"] == num_lines
     return {
         "server_mb": peak_bytes() / 1e6 - before_mb,
         # Of any process that this one started, and at least what this one held then.
@@ -185,12 +184,13 @@ async def _form(num_lines: int, line_bytes: int) -> AsyncIterator[bytes]:
     yield b"\r\n--echo--\r\n"
 
 
-def _measured(part: str) -> dict[str, float]:
-    output = subprocess.check_output([sys.executable, "-m", "eval.bench_batches", part])
-    found: dict[str, float] = orjson.loads(output)
+def measured(part: str, num_lines: int) -> dict[str, float]:
+    """A part over a job of so many lines, in a process that has held nothing before."""
+    command = [sys.executable, "-m", "eval.bench_batches", part, str(num_lines)]
+    found: dict[str, float] = orjson.loads(subprocess.check_output(command))
     return found
 
 
 if __name__ == "__main__":
     measure = {"rate": measure_rate, "memory": measure_memory}[sys.argv[1]]
-    print(orjson.dumps(asyncio.run(measure())).decode())
+    print(orjson.dumps(asyncio.run(measure(int(sys.argv[2])))).decode())
