@@ -124,9 +124,14 @@ class StepsConfig:
     And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
     online decodes are ahead when an online prefill stops them; a first token that would be late
     may make them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few
-    tokens left ends before an online prefill makes it late for good. `online_chunks` "whole"
-    prefills online prompts in SGLang's chunks, with decodes between them where they are due;
-    "slack" cuts them to what online decodes have left.
+    tokens left ends before an online prefill makes it late for good. Where online requests hold
+    or wait for two thirds of `place_share` of the server's places (`--max-running-requests`),
+    offline work gets less beside them, and nothing from `place_share` on; with 0 places do not
+    matter. Where all are taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time
+    gives its place to an online request that comes too close to its own (`ttft_margin`), and is
+    back when it is due; with 0 none does. `online_chunks` "whole" prefills online prompts in
+    SGLang's chunks, with decodes between them where they are due; "slack" cuts them to what online
+    decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and
@@ -146,6 +151,8 @@ class StepsConfig:
     slack_pace: float = _number(0.5, 0.0, 1.0)
     slack_share: float = _number(0.1, 0.0, 1.0)
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
+    place_share: float = _number(1.0, 0.0, 1.0)
+    ahead_tokens: float = _number(8.0, 0.0, 1000.0)
     online_chunks: str = _choice("whole", "whole", "slack")
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
     park: bool = _switch(True)

@@ -4,6 +4,10 @@ A server plans steps under promises while online requests decode beside the job;
 own time, CPU time of the scheduler's thread, comes from `GET /echo/trace`. Nothing of SGLang's
 is the counterpart, so the share of the step's time stands in the place of a ratio. The model has
 one thread: with more, on two cores, it would leave none to the HTTP processes.
+
+Planning a prefill costs what it starts. Answers of a job differ in length, and so a few requests
+end and start at a time; where all are equally long, the whole batch does at once, in one step.
+Both are measured.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from eval.server import LOCAL, Server, running_server
 NUM_POOLED, NUM_RUNNING, NUM_ONLINE = 50_000, 64, 16
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 50, 40
 MIN_STEPS, MIN_POOLED = 1000, 45_000
+ANSWER_TOKENS = 16
+# Name, and the shortest and the longest answer of the job.
+JOBS = {"answers of 1 to 31 tokens": (1, 31), "of 16 each": (ANSWER_TOKENS, ANSWER_TOKENS)}
 LIMIT_S = 300.0
 ENV = {"OMP_NUM_THREADS": "1"}
 CONFIG = "[slo]\nttft_s = 5.0\ntpot_s = 0.5\n[reserve]\npredictor = 'off'\n"
@@ -33,6 +40,10 @@ BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
 
 def run() -> list[dict[str, Any]]:
     """Rows for `make bench`: median and p99 of a step's own time, of all and by what they run."""
+    return [row for job, lengths in JOBS.items() for row in _run(job, lengths)]
+
+
+def _run(job: str, answer_tokens: tuple[int, int]) -> list[dict[str, Any]]:
     config = BUILD_DIR / "bench-steps.toml"
     config.parent.mkdir(exist_ok=True)
     config.write_text(CONFIG, encoding="utf-8")
@@ -45,11 +56,11 @@ def run() -> list[dict[str, Any]]:
     log_path = BUILD_DIR / "logs" / "bench-steps.log"
     model = demo_model("tiny")
     with running_server(model, args, config=config, env=ENV, log_path=log_path) as server:
-        own_s, time_s, is_decode = _steps(server)
+        own_s, time_s, is_decode = _steps(server, answer_tokens)
     return [
-        *_rows("a step", own_s, time_s),
-        *_rows("a step that decodes", own_s[is_decode], time_s[is_decode]),
-        *_rows("a step that prefills", own_s[~is_decode], time_s[~is_decode]),
+        *_rows(f"a step, {job}", own_s, time_s),
+        *_rows(f"a step that decodes, {job}", own_s[is_decode], time_s[is_decode]),
+        *_rows(f"a step that prefills, {job}", own_s[~is_decode], time_s[~is_decode]),
     ]
 
 
@@ -72,12 +83,12 @@ def _rows(what: str, own_s: Any, time_s: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _steps(server: Server) -> tuple[Any, Any, Any]:
+def _steps(server: Server, answer_tokens: tuple[int, int]) -> tuple[Any, Any, Any]:
     """Own and execution times (s) of steps with a full pool, and whether they only decode.
 
     Shapes: (steps,) each.
     """
-    job = threading.Thread(target=_send_job, args=(server,), daemon=True)
+    job = threading.Thread(target=_send_job, args=(server, answer_tokens), daemon=True)
     job.start()
     _wait(lambda: _num_pooled(server) >= MIN_POOLED, "the pool is full")
     online = threading.Thread(target=_send_online, args=(server,), daemon=True)
@@ -104,28 +115,28 @@ def _planned_steps(server: Server) -> list[tuple[float, float, bool]]:
     ]
 
 
-def _send_job(server: Server) -> None:
+def _send_job(server: Server, answer_tokens: tuple[int, int]) -> None:
     """One call with all prompts: 50,000 connections would measure the client."""
     rng = random.Random(0)
     documents = [_tokens(rng, DOCUMENT_TOKENS) for _ in range(NUM_DOCUMENTS)]
     prompts = [rng.choice(documents) + _tokens(rng, 8) for _ in range(NUM_POOLED)]
-    _generate(server, prompts, 16, custom_params={"service_tier": "flex"})
+    lengths = [rng.randint(*answer_tokens) for _ in prompts]
+    _generate(server, prompts, lengths, custom_params={"service_tier": "flex"})
 
 
 def _send_online(server: Server) -> None:
     rng = random.Random(1)
-    _generate(server, [_tokens(rng, 20) for _ in range(NUM_ONLINE)], 400)
+    _generate(server, [_tokens(rng, 20) for _ in range(NUM_ONLINE)], [400] * NUM_ONLINE)
 
 
 def _generate(
-    server: Server, prompts: list[list[int]], max_new_tokens: int, **sampling: Any
+    server: Server, prompts: list[list[int]], answer_tokens: list[int], **sampling: Any
 ) -> None:
-    params = {
-        "temperature": 0,
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": True,
-        **sampling,
-    }
+    """One answer of so many tokens for each prompt."""
+    params = [
+        {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True, **sampling}
+        for num_tokens in answer_tokens
+    ]
     body = {"input_ids": prompts, "sampling_params": params}
     # It is stopped in the middle of the job: SGLang takes minutes to abort so many.
     with contextlib.suppress(httpx.TransportError):

@@ -41,3 +41,11 @@ class Contexts(NamedTuple):
             max(self.longest, tokens),
             min(self.shortest, tokens),
         )
+
+    def joined(self, *others: Contexts) -> Contexts:
+        """These and all others."""
+        some = [one for one in (self, *others) if one.num]
+        if not some:
+            return self
+        nums, tokens, longest, shortest = zip(*some, strict=True)
+        return Contexts(sum(nums), sum(tokens), max(longest), min(shortest))

@@ -11,11 +11,12 @@ PASSES = 16
 
 
 class OfferSize:
-    """Twice as many as passes start lately, so that a pass costs what it starts, not what waits.
+    """As many as passes start lately, so that a pass costs what it starts, not what waits.
 
     Each request that is offered is looked up in the order, handed to SGLang and taken back. A
-    pass that starts more than was expected is believed at once, so with many free slots the
-    offers double from pass to pass; one that starts fewer lowers what is expected slowly.
+    pass that starts more than was expected is believed at once, and twice as many are expected
+    after one that starts all: with many free slots the offers double from pass to pass. One that
+    starts fewer lowers what is expected slowly.
 
     Source: ours. Units: requests. Deterministic: every rank sees the same passes.
     """
@@ -26,10 +27,11 @@ class OfferSize:
 
     def limit(self, num_free: int, num_candidates: int) -> int:
         """How many to offer with so many free slots, a few more being there to choose from."""
-        wanted = math.ceil(2 * max(1.0, self._expected))
+        wanted = math.ceil(max(1.0, self._expected))
         return min(self._most, max(0, min(num_free, wanted)) + num_candidates)
 
-    def note(self, num_started: int) -> None:
+    def note(self, num_started: int, num_offered: int) -> None:
         """A pass with offers started so many of them."""
-        behind = num_started - self._expected
+        reached = 2 * num_started if num_started == num_offered else num_started
+        behind = reached - self._expected
         self._expected += behind if behind > 0 else behind / PASSES

@@ -174,6 +174,8 @@ class PsmOrder(OfflineOrder):
         self._utility_ratio = utility_ratio
         self._seed = seed
         self._num_picked = 0
+        # Of the picks to come, as far as somebody looked ahead: whether they follow the walk.
+        self._follow: deque[bool] = deque()
         self._walk = Walk()
 
     @property
@@ -182,19 +184,27 @@ class PsmOrder(OfflineOrder):
 
     def _advance(self, request: PendingRequest) -> None:
         self._num_picked += 1
+        if self._follow:
+            self._follow.popleft()
         self._walk.advance(self.__contains__)
 
     def unstarted(self) -> Iterator[PendingRequest]:
         seen: set[int] = set()
         by_age = (self._by_age[one] for one in self._by_age if one not in seen)
         by_prefix = self._walk.listing(self._in_prefix_order(seen))
-        for draw_index in itertools.count(self._num_picked):
-            follows_prefix = uniform_draw(self._seed, draw_index) < self._utility_ratio
-            request = next(by_prefix if follows_prefix else by_age, None)
+        for num_ahead in itertools.count():
+            request = next(by_prefix if self._follows_prefix(num_ahead) else by_age, None)
             if request is None:
                 return
             seen.add(request.sequence)
             yield request
+
+    def _follows_prefix(self, num_ahead: int) -> bool:
+        """Whether so many picks from now the walk is followed."""
+        while len(self._follow) <= num_ahead:
+            draw = uniform_draw(self._seed, self._num_picked + len(self._follow))
+            self._follow.append(draw < self._utility_ratio)
+        return self._follow[num_ahead]
 
     def _in_prefix_order(self, seen: set[int]) -> Iterator[PendingRequest]:
         """Depth first from behind the cursor, then from the start; without those in `seen`."""

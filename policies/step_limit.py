@@ -27,6 +27,8 @@ MIN_PREFILL_SHARE = 0.2
 ENDING_TOKENS = 16
 # Online decodes may fall behind for a first token that comes closer than this share of the margin.
 LAG_MARGIN_SHARE = 0.5
+# From this part of the places that online requests may take, offline work gets less.
+PLACES_RAMP_SHARE = 2.0 / 3.0
 MIN_BUDGET_SHARE, MAX_BUDGET_SHARE = 0.05, 4.0
 
 
@@ -66,10 +68,11 @@ class OnlineView(NamedTuple):
     """What a limit may know of the online work at hand.
 
     `decode_due_s`: the least due time of requests that decode, infinite without any.
-    `first_due_s`: the same of requests that wait for their first token. `alone_s`: predicted
-    time of a step that decodes the online requests alone, 0 without any. `chunk_s`, `prefill_s`:
-    predicted time to prefill the first chunk of what waits, and all of it. `endings`: decodes
-    with at most `ENDING_TOKENS` left of what their clients allowed. A tuple, because one is made
+    `first_due_s`: the same of requests that wait, most of them for their first token. `alone_s`:
+    predicted time of a step that decodes the online requests alone, 0 without any. `chunk_s`,
+    `prefill_s`: to prefill the first chunk of what waits, and all of it. `endings`: decodes with
+    at most `ENDING_TOKENS` left of what their clients allowed. `places_taken`: those that decode
+    or wait, as a share of the requests that the server runs at once. A tuple, because one is made
     each step.
     """
 
@@ -81,6 +84,7 @@ class OnlineView(NamedTuple):
     chunk_s: float = 0.0
     prefill_s: float = 0.0
     endings: tuple[Ending, ...] = ()
+    places_taken: float = 0.0
 
 
 class OnlinePart(NamedTuple):
@@ -124,6 +128,10 @@ class StepLimit(ABC):
 
     def lets_end(self, view: OnlineView) -> bool:
         """Whether online decodes go before online prefill because one ends in time so."""
+        return False
+
+    def is_pressed(self, view: OnlineView, due_s: float) -> bool:
+        """Whether a request that waits, with its next token due then, can do so no longer."""
         return False
 
     def note_step(self, online: OnlinePart | None, elapsed_s: float) -> None:
@@ -188,7 +196,12 @@ class SlackLimit(StepLimit):
     `cuts_online_chunks`: to that slack. It sounds kinder to decodes and is not: several short
     chunks take longer than one, and whose prompts would have shared it wait.
 
-    Source: Echo 5.1; yielding to first tokens is ours, `margin_s` 0 is without. Units: seconds.
+    Decodes that take their time hold their places for longer, and who finds none waits for its
+    first token however much slack there is. So the time beside online decodes is less the closer
+    online requests are to `place_share` of the places, and none from there on.
+
+    Source: Echo 5.1; yielding to first tokens (`margin_s` 0 is without) and looking at places
+    (`place_share` 0 is without) are ours. Units: seconds.
     """
 
     def __init__(
@@ -198,22 +211,35 @@ class SlackLimit(StepLimit):
         margin_s: float = 0.0,
         tpot_s: float = math.inf,
         use: SlackUse | None = None,
+        place_share: float = 0.0,
         cuts_online_chunks: bool = False,
     ) -> None:
         super().__init__(stall_s)
         self.cuts_online_chunks = cuts_online_chunks
         self._margin_s, self._tpot_s = margin_s, tpot_s
         self._use = use or SlackUse()
+        self._place_share = place_share or math.inf
+
+    def limit_s(self, view: OnlineView) -> float:
+        limit_s = super().limit_s(view)
+        left = 1.0 - view.places_taken / self._place_share
+        if left >= 1.0 - PLACES_RAMP_SHARE or limit_s <= view.alone_s:
+            return limit_s
+        usable = max(0.0, left / (1.0 - PLACES_RAMP_SHARE))
+        return view.alone_s + usable * (limit_s - view.alone_s)
 
     def decode_limit_s(self, view: OnlineView) -> float:
-        if self._margin_s and self._first_token_margin_s(view) < self._margin_s:
+        if self.is_pressed(view, view.first_due_s):
             return view.alone_s
         return self.limit_s(view)
 
-    def _first_token_margin_s(self, view: OnlineView) -> float:
-        """How long before its due time the first token that is due first would come."""
+    def is_pressed(self, view: OnlineView, due_s: float) -> bool:
+        return self._margin_s > 0.0 and self._spare_s(view, due_s) < self._margin_s
+
+    def _spare_s(self, view: OnlineView, due_s: float) -> float:
+        """How long before its due time the token of a request that waits would come."""
         prefill_share = max(MIN_PREFILL_SHARE, 1.0 - view.alone_s / self._tpot_s)
-        return view.first_due_s - view.now_s - view.prefill_s / prefill_share
+        return due_s - view.now_s - view.prefill_s / prefill_share
 
     def lets_end(self, view: OnlineView) -> bool:
         """With few tokens left there is no time to catch up in: so decode goes on to the end of
@@ -221,7 +247,7 @@ class SlackLimit(StepLimit):
         """
         if not self._margin_s or not view.endings:
             return False
-        spare_s = self._first_token_margin_s(view)
+        spare_s = self._spare_s(view, view.first_due_s)
         for ending in view.endings:
             left_s = ending.num_left * view.alone_s
             slack_s = ending.due_s - view.now_s - left_s
@@ -230,7 +256,8 @@ class SlackLimit(StepLimit):
         return False
 
     def chunk_limit_s(self, view: OnlineView) -> float:
-        is_close = self._first_token_margin_s(view) < LAG_MARGIN_SHARE * self._margin_s
+        spare_s = self._spare_s(view, view.first_due_s)
+        is_close = spare_s < LAG_MARGIN_SHARE * self._margin_s
         lag_s = self._use.lag_s if is_close else 0.0
         return view.decode_due_s + lag_s - view.now_s - view.alone_s
 
@@ -339,6 +366,7 @@ def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
             margin_s=steps.ttft_margin * slo.ttft_s,
             tpot_s=tpot_s,
             use=use,
+            place_share=steps.place_share,
             cuts_online_chunks=steps.online_chunks == "slack",
         )
     if steps.limit == "relative":

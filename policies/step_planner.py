@@ -22,6 +22,7 @@ from echo_sgl.policies.decode_selection import (
     DecodeSelection,
     create_decode_selection,
 )
+from echo_sgl.policies.places import Placed, Places
 from echo_sgl.policies.step_limit import (
     Ending,
     NoLimit,
@@ -68,6 +69,7 @@ class StepPlanner:
         *,
         selection: DecodeSelection,
         batch_size: BatchSize,
+        max_requests: int,
         chunk_tokens: int,
     ) -> None:
         self.limit, self.estimator = limit, estimator
@@ -77,9 +79,10 @@ class StepPlanner:
         self.view = NOTHING_ONLINE
         self.limit_s = math.inf
         self._config, self._selection, self._batch_size = config, selection, batch_size
+        self.places = Places(config.ahead_tokens)
         self._online_decodes = BatchShape()
         self._decode_limit = math.inf
-        self._chunk_tokens = chunk_tokens
+        self._max_requests, self._chunk_tokens = max_requests, chunk_tokens
         # When the step that runs was planned, and what online work it holds.
         self._launched: tuple[float, OnlinePart | None] | None = None
 
@@ -96,9 +99,9 @@ class StepPlanner:
     ) -> None:
         """Take in the online work at hand.
 
-        `decodes` are the online requests that decode, `num_waiting` those that wait for their
-        first token or are being prefilled, with so many tokens to prefill at most; the due
-        times are the least of each. `endings`: see `OnlineView`.
+        `decodes` are the online requests that decode, `num_waiting` those that wait or are being
+        prefilled, with so many tokens to prefill at most; the due times are the least of each.
+        `endings`: see `OnlineView`.
         """
         if self._launched is not None:
             launched_s, online = self._launched
@@ -114,7 +117,15 @@ class StepPlanner:
         if num_waiting:
             self.limit.note_waiting()
         self.view = OnlineView(
-            now_s, decode_due_s, first_due_s, alone_s, is_present, chunk_s, prefill_s, endings
+            now_s,
+            decode_due_s,
+            first_due_s,
+            alone_s,
+            is_present,
+            chunk_s,
+            prefill_s,
+            endings,
+            places_taken=(len(decodes) + num_waiting) / self._max_requests,
         )
         self.limit_s = self.limit.limit_s(self.view)
         self._decode_limit = self.limit.decode_limit_s(self.view)
@@ -236,6 +247,15 @@ class StepPlanner:
     def _smallest_chunk_fits(self, limit_s: float, cached_tokens: int) -> bool:
         return self.smallest_chunk_s(BatchShape(), cached_tokens=cached_tokens) <= limit_s
 
+    def gives_way(self, due_s: float, decodes: Iterable[Placed]) -> str | None:
+        """Which online decode leaves its place to a request that waits and is due then.
+
+        None: it can wait for longer, or nobody is far enough ahead.
+        """
+        if not self.limit.is_pressed(self.view, due_s):
+            return None
+        return self.places.gives_way(decodes, due_s=due_s, now_s=self.view.now_s)
+
     # ---- decode ----------------------------------------------------------------------------
 
     def all_decode(self, offline: Contexts) -> bool:
@@ -339,13 +359,13 @@ def create_step_planner(
     config: EchoConfig,
     estimator: StepEstimator,
     *,
-    max_decodes: int,
+    max_requests: int,
     chunk_tokens: int,
     captured_batch_sizes: Iterable[int],
 ) -> StepPlanner:
     """The planner of a server, or of a simulated one, with the policies that its config names.
 
-    `chunk_tokens`: what SGLang prefills in one step at most.
+    `max_requests`: what SGLang runs at once; `chunk_tokens`: what it prefills in one step.
     `captured_batch_sizes`: of CUDA graphs for decodes; none where decodes run without.
     """
     steps = config.steps
@@ -356,10 +376,11 @@ def create_step_planner(
         selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
         batch_size=create_batch_size(
             steps.batch_size,
-            base=min(BASE_DECODES, max_decodes),
-            maximum=max_decodes,
+            base=min(BASE_DECODES, max_requests),
+            maximum=max_requests,
             captured_batch_sizes=captured_batch_sizes,
         ),
+        max_requests=max_requests,
         chunk_tokens=chunk_tokens,
     )
 

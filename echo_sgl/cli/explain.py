@@ -97,6 +97,8 @@ def _limit(facts: Facts) -> str:
         text += f", of which {_seconds(facts['room_s'])} are left for prefill"
     if facts.get("slack_s") is not None:
         text += f", the next online token is due in {_seconds(facts['slack_s'])}"
+    if facts.get("places_taken"):
+        text += f", online requests ask for {facts['places_taken']:.0%} of the places"
     if "with_decode_s" in facts:
         text += (
             f"; with its decode the step is predicted to take {_seconds(facts['with_decode_s'])}"
@@ -140,6 +142,14 @@ def _prefix(facts: Facts) -> str:
     return "for its prefix, which a neighbour computes right now; a step later it is in the cache."
 
 
+def _ahead(facts: Facts) -> str:
+    return (
+        "until its next token is due: it was ahead of what it was promised, and gave its place to "
+        f"a request that would have been late {_seconds(facts['gave_place_for_s'])} ago. "
+        f"Its next token is due in {_seconds(facts['due_in_s'])}."
+    )
+
+
 def _paused(facts: Facts) -> str:
     return "until generation goes on: it is paused."
 
@@ -151,6 +161,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "order": _order,
     "slot": _slot,
     "prefix": _prefix,
+    "ahead": _ahead,
     "paused": _paused,
 }
 

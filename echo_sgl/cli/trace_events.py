@@ -30,6 +30,7 @@ _COUNTED = {
     "resumed": "num_resumes",
     "retracted": "num_retractions",
     "offline prefill set aside": "num_prefill_parks",
+    "online decode gave its place": "num_given_places",
 }
 
 

@@ -80,8 +80,8 @@ class EchoPrefillAdder(PrefillAdder):
     only the chunk size does. `kv_limits` bounds the KV that they may hold active, of which
     this pass has promised `planned_tokens`. `inflight` are the requests whose prefill is
     launched but not yet in the tree. `yields_to_priorities` says whether SGLang's own
-    preemption among online requests was asked for. `shape` is the step as it stands, held
-    against the limit by `control`.
+    preemption among online requests was asked for, `trades_places` whether their places may
+    change hands by due time. `shape` is the step as it stands, held against the limit by `control`.
     """
 
     rem_chunk_tokens: int | None
@@ -92,6 +92,7 @@ class EchoPrefillAdder(PrefillAdder):
     planned_tokens: int = 0
     inflight: Sequence[Req] = ()
     yields_to_priorities: bool = False
+    trades_places: bool = False
 
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
@@ -150,9 +151,7 @@ class EchoPrefillAdder(PrefillAdder):
 
     def preempt_to_schedule(self, req: Req) -> bool:
         """Free a request slot for an online request; an offline one waits."""
-        if not is_offline(req) and self._retract_one():
-            return True
-        if not is_offline(req) and self.yields_to_priorities and super().preempt_to_schedule(req):
+        if not is_offline(req) and self._makes_place(req):
             return True
         num_running = len(self.running_batch.reqs) + len(self.control.parked)
         self.control.refuse(Reason.SLOT, req.rid, num_running=num_running)
@@ -281,6 +280,32 @@ class EchoPrefillAdder(PrefillAdder):
         if self.offline_tokens_left is not None:
             self.offline_tokens_left -= num_tokens
 
+    def _makes_place(self, req: Req) -> bool:
+        """Whether somebody left a slot to an online request: offline ones before online ones."""
+        return (
+            self._retract_one()
+            or (self.yields_to_priorities and super().preempt_to_schedule(req))
+            or (self.trades_places and self._give_place(req))
+        )
+
+    def _give_place(self, req: Req) -> bool:
+        """Let an online decode that is ahead of its due time wait instead of this request.
+
+        Not for one that lacks memory, too: who leaves would wait behind it for nothing.
+        """
+        if self._needed_tokens(req) > self.rem_total_tokens:
+            return False
+        leaving = self.control.give_place(self.running_batch, req)
+        if leaving is None:
+            return False
+        self._forget_growth_of(leaving)
+        self.preempt_list.append(leaving)
+        return True
+
+    def _forget_growth_of(self, leaving: Req) -> None:
+        """It runs no more: what it is yet to generate needs no room."""
+        self.memory_budget.total_offset -= self._get_running_request_total_token_offset(leaving)
+
     def _was_added(self, req: Req) -> bool:
         return bool(self.can_run_list) and self.can_run_list[-1] is req
 
@@ -312,8 +337,7 @@ class EchoPrefillAdder(PrefillAdder):
         if victim is None:
             return False
         if victim in running:
-            offset = self._get_running_request_total_token_offset(victim)
-            self.memory_budget.total_offset -= offset
+            self._forget_growth_of(victim)
         self.preempt_list.append(victim)
         return True
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from echo_sgl.engine.places import queued
 from echo_sgl.engine.refusals import Reason, Refusal
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import terms_of
@@ -143,11 +144,16 @@ def _waiting(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
     if place is None:
         return {"position": "grammar", "held_back": _facts(_paused(scheduler))}
     num_before = place + _num_between_chunks(scheduler)
+    position = "next" if num_before == 0 else "later"
+    if (since_s := terms_of(req).waiting_since_s) is not None and not scheduler._engine_paused:
+        now_s = scheduler.echo_clock.now_s
+        facts = {"gave_place_for_s": now_s - since_s, "due_in_s": queued(req).due_s - now_s}
+        return {"position": position, "held_back": _facts(Refusal(Reason.AHEAD, req.rid, facts))}
     refusal = _refusal(scheduler)
     if refusal is not None and refusal.rid is None and refusal.reason is Reason.SLOT:
         refusal = None  # only offline requests were kept from starting
     return {
-        "position": "next" if num_before == 0 else "later",
+        "position": position,
         "held_back": held_back(req.rid, refusal, num_before=num_before),
     }
 
@@ -161,6 +167,7 @@ def _parked(scheduler: EchoScheduler, req: Any) -> dict[str, Any] | None:
     facts = {
         "limit_s": planner.limit_s,
         "slack_s": planner.slack_s,
+        "places_taken": planner.view.places_taken,
         "with_decode_s": planner.with_decode_s(req.seqlen),
         "parked_for_s": now_s - since_s if since_s is not None else math.inf,
     }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
-
-from sortedcontainers import SortedList
 
 from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
@@ -26,7 +25,7 @@ class _Waiting(PendingRequest):
 class OfflinePool:
     """Pooled SGLang requests by id, by time of entry, and in the order a policy gives.
 
-    Every operation costs O(log n) and a way down a `PrefixIndex`; nothing is done per
+    Every operation but `remove` costs a way down a `PrefixIndex`; nothing is done per
     scheduler step, so 50,000 waiting requests cost a step no more than ten. It
     also knows the requests that left it to run, until `end`: together they are the pending
     ones that cached prefixes wait for. `on_change` is told each prompt whose request comes,
@@ -41,7 +40,7 @@ class OfflinePool:
         self._order = order
         # Insertion order is order of entry, which timeouts go by; retracted ones enter anew.
         self._waiting: dict[str, _Waiting] = {}
-        self._rids: SortedList[str] = SortedList()
+        self._num_by_length: Counter[int] = Counter()
         self._started: dict[str, _Waiting] = {}
         self._started_by_prefix = PrefixIndex()
         self._sequences = count()
@@ -85,7 +84,7 @@ class OfflinePool:
         )
         self._order.add(waiting, resumed=resumed)
         self._waiting[req.rid] = waiting
-        self._rids.add(req.rid)
+        self._num_by_length[len(req.rid)] += 1
         self.num_tokens += waiting.num_tokens
         self._changed(waiting)
 
@@ -127,8 +126,15 @@ class OfflinePool:
         return self._order.cursor
 
     def remove(self, rid_prefix: str) -> list[Any]:
-        """Remove and return all whose id starts with the prefix; "" empties the pool."""
-        rids = list(self._rids.irange(rid_prefix, rid_prefix + "\U0010ffff"))
+        """Remove and return all whose id starts with the prefix; "" empties the pool.
+
+        Costs a look at all that wait if there are longer ids than this one. Ids of one kind are
+        of one length: then it is a look at one.
+        """
+        if max(self._num_by_length, default=0) > len(rid_prefix):
+            rids = [rid for rid in self._waiting if rid.startswith(rid_prefix)]
+        else:
+            rids = [rid_prefix] if rid_prefix in self._waiting else []
         return [self._remove_one(rid) for rid in rids]
 
     def waiting_since_before(self, deadline_s: float) -> Iterator[Any]:
@@ -155,7 +161,9 @@ class OfflinePool:
 
     def _pop(self, rid: str) -> _Waiting:
         waiting = self._waiting.pop(rid)
-        self._rids.remove(rid)
+        self._num_by_length[len(rid)] -= 1
+        if not self._num_by_length[len(rid)]:
+            del self._num_by_length[len(rid)]
         self.num_tokens -= waiting.num_tokens
         return waiting
 

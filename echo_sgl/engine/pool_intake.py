@@ -11,7 +11,6 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 
-from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.clock import StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.metrics import SchedulerMetrics
@@ -36,10 +35,18 @@ class PoolIntake(Scheduler):
     echo_metrics: SchedulerMetrics
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-        if req.is_retracted:
-            self.step_control.counts.num_retractions[terms_of(req).task] += 1
-        if not is_offline(req) or req.to_finish is not None:
+        terms = terms_of(req, self.echo_clock.now_s)
+        has_given_place = not terms.is_offline and terms.waiting_since_s is not None
+        if req.is_retracted and not has_given_place:
+            self.step_control.counts.num_retractions[terms.task] += 1
+        if has_given_place and req.to_finish is None:
+            # It waits for others' sake: the limit of the queue is for those that come.
+            self._note_entry(req)
+            self.step_control.enter(self.waiting_queue, req)
+        elif not terms.is_offline or req.to_finish is not None:
             super()._add_request_to_queue(req, is_retracted)
+            if self.waiting_queue and self.waiting_queue[-1] is req:
+                self.step_control.enter(self.waiting_queue, self.waiting_queue.pop())
         elif not self._set_or_validate_priority(req):
             self._release_aborted_request(req)
         elif self.offline_pool.is_full and not req.is_retracted:
@@ -47,10 +54,13 @@ class PoolIntake(Scheduler):
         else:
             self._pool(req, resumed=req.is_retracted)
 
-    def _pool(self, req: Req, *, resumed: bool) -> None:
+    def _note_entry(self, req: Req) -> None:
         self._prefetch_kvcache(req)
         req.time_stats.set_wait_queue_entry_time()
         req.arrival_processed_tokens = self.processed_tokens_counter
+
+    def _pool(self, req: Req, *, resumed: bool) -> None:
+        self._note_entry(req)
         entry_s = req.time_stats.wait_queue_entry_time
         deadline_s, work_tokens = self.deadline_watch.terms(req)
         self.offline_pool.add(

@@ -24,6 +24,8 @@ class Reason(StrEnum):
     """As many requests run as may."""
     PREFIX = "prefix"
     """A neighbour computes its prefix right now; one step later it is a hit."""
+    AHEAD = "ahead"
+    """It has time: it was ahead of its due time, and another request would have been late."""
     PAUSED = "paused"
     """Generation is paused."""
 

@@ -1,4 +1,4 @@
-"""The running requests: looked up when somebody comes or goes, counted on in between.
+"""The running requests: looked up when they come, counted on from there.
 
 A step that decodes gives each of them one token more, so their sums and the first due time
 follow from those before. To look 64 requests up takes as long as all else that plans a step:
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from sglang.srt.managers.schedule_batch import Req
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
-from echo_sgl.engine.terms import RequestTerms, terms_of
+from echo_sgl.engine.roster import Part, Roster, may_sit_out
+from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.step_limit import ENDING_TOKENS, Ending
 
@@ -36,6 +37,7 @@ class Running:
         "_num_reqs",
         "_online",
         "_reqs",
+        "_roster",
         "_tpot_s",
         "decode_due_s",
         "offline",
@@ -43,27 +45,16 @@ class Running:
     )
 
     def __init__(self, reqs: Sequence[Req], now_s: float) -> None:
-        self._reqs, self._num_reqs, self._is_outdated = reqs, len(reqs), False
-        lengths = [req.seqlen for req in reqs]
-        self._first_tokens = lengths[0] if lengths else 0
-        self._all = Contexts.of(lengths)
-        online, offline = [], []
-        for req, num_tokens in zip(reqs, lengths, strict=True):
-            terms = terms_of(req, now_s)
-            if terms.is_offline:
-                if may_sit_out(req):
-                    offline.append(num_tokens)
-            elif not req.finished():
-                online.append((req, terms, num_tokens))
-        self.offline = Contexts.of(offline)
-        self._look_up_online(online, now_s)
+        self._roster = Roster()
+        self.offline = self._online = self._all = Contexts.of([])
+        self._tpot_s: float | None = None
+        self._follow(reqs, now_s)
+        self._look_up_online(now_s)
 
-    def _look_up_online(
-        self, online: Sequence[tuple[Req, RequestTerms, int]], now_s: float
-    ) -> None:
+    def _look_up_online(self, now_s: float) -> None:
         due_s, tpots_s, ends = math.inf, set(), []
-        for req, terms, _ in online:
-            num_outputs = len(req.output_ids)
+        for req in self._roster.reqs_of(Part.ONLINE):
+            terms, num_outputs = terms_of(req), len(req.output_ids)
             if num_outputs and terms.first_token_s is None:
                 terms.note_first_token(now_s, req.sampling_params.max_new_tokens)
             due_s = min(due_s, terms.due_s(num_outputs))
@@ -71,7 +62,7 @@ class Running:
                 ends.append((terms.max_tokens - num_outputs, terms))
             # What is due after a first token is not known before it.
             tpots_s.add(terms.promise.tpot_s if num_outputs else None)
-        self._online = Contexts.of([num_tokens for *_, num_tokens in online])
+        self._online = self._roster.contexts(Part.ONLINE)
         self.online = _shape(self._online)
         self.decode_due_s = due_s
         self._ends, self._num_grown = ends, 0
@@ -87,27 +78,41 @@ class Running:
         lefts = ((left - self._num_grown, terms) for left, terms in self._ends)
         return tuple(terms.ending(left) for left, terms in lefts if left <= ENDING_TOKENS)
 
-    def outdate(self) -> None:
-        """One of them ended, or may have."""
+    def note_end(self, req: Req) -> None:
+        """A request ended: it may be one of these, and stay in the batch for a step."""
+        self._roster.look_again(req)
         self._is_outdated = True
 
-    def at(self, reqs: Sequence[Req], now_s: float) -> Running:
-        """Who decodes now: these counted on if nobody came or went since, else looked up."""
-        if self._tpot_s is None or self._is_outdated or not self.are(reqs):
-            return Running(reqs, now_s)
-        if self._num_reqs and (grown := reqs[0].seqlen - self._first_tokens):
-            self._grow(grown, self._tpot_s)
-        return self
+    def advance(self, reqs: Sequence[Req], now_s: float) -> None:
+        """Who decodes now: those that stayed are counted on, the others looked up."""
+        is_new = False
+        if self._is_outdated or not self.are(reqs):
+            is_new = self._follow(reqs, now_s)
+        elif self._num_reqs and (grown := reqs[0].seqlen - self._first_tokens):
+            self._first_tokens += grown
+            self._all, self.offline = self._all.longer(grown), self.offline.longer(grown)
+            self._roster.grow(grown)
+            self._grow_online(grown)
+        if is_new or self._tpot_s is None:
+            self._look_up_online(now_s)
 
-    def _grow(self, tokens: int, tpot_s: float) -> None:
-        """Each of them has so many tokens more."""
-        self._first_tokens += tokens
-        self._num_grown += tokens
-        self._all, self.offline = self._all.longer(tokens), self.offline.longer(tokens)
-        if self._online.num:
+    def _follow(self, reqs: Sequence[Req], now_s: float) -> bool:
+        """Somebody came or went; whether the online ones are others now."""
+        grown, is_new = self._roster.follow(reqs, now_s)
+        self._reqs, self._num_reqs, self._is_outdated = reqs, len(reqs), False
+        self._first_tokens = reqs[0].seqlen if reqs else 0
+        contexts = self._roster.contexts
+        self.offline = contexts(Part.OFFLINE)
+        self._all = self.offline.joined(contexts(Part.ONLINE), contexts(Part.LEAVING))
+        self._grow_online(grown)
+        return is_new
+
+    def _grow_online(self, tokens: int) -> None:
+        if tokens and self._online.num and self._tpot_s is not None:
+            self._num_grown += tokens
             self._online = self._online.longer(tokens)
             self.online = _shape(self._online)
-            self.decode_due_s += tokens * tpot_s
+            self.decode_due_s += tokens * self._tpot_s
 
     def row_of(self, reqs: Sequence[Req]) -> BatchRow | None:
         """The step that decodes these and nothing else; None if they are others by now."""
@@ -127,8 +132,3 @@ def _shape(contexts: Contexts) -> BatchShape:
 def offline_of(reqs: Sequence[Req]) -> list[Req]:
     """The offline requests among these that may be parked or give up their memory."""
     return [req for req in reqs if terms_of(req).is_offline and may_sit_out(req)]
-
-
-def may_sit_out(req: Req) -> bool:
-    """Whether an offline request may be parked or give up its memory: one that ends may not."""
-    return not req.finished() and req.to_finish is None and req.beam_group is None

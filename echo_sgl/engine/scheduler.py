@@ -87,7 +87,7 @@ class EchoScheduler(PoolIntake):
             active_config(),
             create_live_batch_time(active_config(), server_facts(self)),
             self.step_timer,
-            max_decodes=self.max_running_requests,
+            max_requests=self.max_running_requests,
             chunk_tokens=self.chunked_prefill_size or self.max_prefill_tokens,
             watch=self.deadline_watch,
             rank=get_parallel().tp_rank,
@@ -107,6 +107,8 @@ class EchoScheduler(PoolIntake):
         )
         self.policy.planner = self.step_control.planner
         self.yields_to_priorities = self.enable_priority_preemption
+        # Else somebody of higher priority could wait for one of lower.
+        self.trades_places = not self.enable_priority_scheduling
         # SGLang then asks our adder whether a full batch can make room for a request.
         self.enable_priority_preemption = True
 
@@ -342,7 +344,7 @@ class EchoScheduler(PoolIntake):
         for req in started:
             self.offline_pool.take(req)
         if offered:
-            self.offer_size.note(len(started))
+            self.offer_size.note(len(started), len(offered))
             self.waiting_queue = [req for req in self.waiting_queue if req not in offered]
         for req in self._parked_chunks:
             self.step_control.counts.num_prefill_parks += 1
@@ -374,6 +376,7 @@ class EchoScheduler(PoolIntake):
         adder.shape = self._decodes_of_mixed_step(adder.running_batch)
         adder.inflight = self._launched_prefills()
         adder.yields_to_priorities = self.yields_to_priorities
+        adder.trades_places = self.trades_places
         return adder
 
 

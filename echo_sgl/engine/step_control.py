@@ -19,9 +19,11 @@ from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
+from echo_sgl.engine.places import new_tokens, placed, queued
 from echo_sgl.engine.refusals import Reason, Refusal
 from echo_sgl.engine.rolling_max import RollingMax
-from echo_sgl.engine.running import Running, may_sit_out, offline_of
+from echo_sgl.engine.roster import may_sit_out
+from echo_sgl.engine.running import Running, offline_of
 from echo_sgl.engine.step_log import StepLog, StepNote
 from echo_sgl.engine.step_timing import StepTimer, row_of_batch
 from echo_sgl.engine.terms import RequestTerms, terms_of
@@ -43,6 +45,7 @@ class StepCounts:
     num_parks: int = 0
     num_resumes: int = 0
     num_prefill_parks: int = 0
+    num_given_places: int = 0
     num_retractions: Counter[Task] = field(default_factory=Counter)
 
 
@@ -58,7 +61,7 @@ class StepControl:
         estimator: LiveBatchTime,
         timer: StepTimer,
         *,
-        max_decodes: int,
+        max_requests: int,
         chunk_tokens: int,
         watch: DeadlineWatch,
         rank: int = 0,
@@ -72,7 +75,7 @@ class StepControl:
         self.planner = create_step_planner(
             config,
             estimator,
-            max_decodes=max_decodes,
+            max_requests=max_requests,
             chunk_tokens=chunk_tokens,
             captured_batch_sizes=estimator.model.captured_batch_sizes,
         )
@@ -99,23 +102,24 @@ class StepControl:
         """Take in what runs and waits, before anything is decided for this step."""
         self._now_s = now_s
         self.parked.drop_finished()
-        self._running = self._running.at(running.reqs, now_s)
+        self._running.advance(running.reqs, now_s)
         decodes = self._running.online
         self.online_tokens = decodes.decode_tokens
         if chunked is not None and not terms_of(chunked, now_s).is_offline:
             self.online_tokens += chunked.seqlen
-        firsts, waiting_tokens = [], 0
+        due_s, num_waiting, waiting_tokens = math.inf, 0, 0
         for req in (*waiting, chunked) if chunked is not None else waiting:
             terms = terms_of(req, now_s)
             if not terms.is_offline:
-                firsts.append(terms)
-                waiting_tokens += req.seqlen - (req.extend_end or 0)
+                due_s = min(due_s, terms.due_s(len(req.output_ids)))
+                num_waiting += 1
+                waiting_tokens += new_tokens(req, terms)
         self.planner.begin(
             now_s,
             decodes,
             decode_due_s=self._running.decode_due_s,
-            first_due_s=min((terms.due_s(0) for terms in firsts), default=math.inf),
-            num_waiting=len(firsts),
+            first_due_s=due_s,
+            num_waiting=num_waiting,
             waiting_tokens=waiting_tokens,
             endings=self._running.endings,
         )
@@ -157,6 +161,7 @@ class StepControl:
             rid,
             limit_s=planner.limit_s,
             slack_s=planner.slack_s,
+            places_taken=planner.view.places_taken,
             room_s=planner.room_s(shape),
             smallest_chunk_s=chunk_s,
         )
@@ -211,6 +216,7 @@ class StepControl:
             num_resumes=self.counts.num_resumes,
             num_retractions=self.counts.num_retractions.total(),
             num_prefill_parks=self.counts.num_prefill_parks,
+            num_given_places=self.counts.num_given_places,
         )
         self.log.add(note)
         if self.decision_log is not None:
@@ -224,6 +230,7 @@ class StepControl:
     def note_start(self, req: Req) -> None:
         """A request is prefilled, perhaps for the first time."""
         terms = terms_of(req, self._now_s)
+        terms.waiting_since_s = None
         if terms.started_s is None:
             terms.started_s = self._now_s
             if not terms.is_offline:
@@ -232,7 +239,7 @@ class StepControl:
 
     def note_end(self, req: Req) -> None:
         """A request ended: was its promise kept?"""
-        self._running.outdate()
+        self._running.note_end(req)
         terms = terms_of(req, self._now_s)
         if not terms.is_offline and req.output_ids:
             self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))
@@ -241,6 +248,27 @@ class StepControl:
         """End all parking; those that sat out, as a batch of their own."""
         self._note_resumed(req.rid for req in self.parked)
         return self.parked.take_all()
+
+    # ---- places ------------------------------------------------------------------------------
+
+    def give_place(self, batch: ScheduleBatch, waiting: Req) -> Req | None:
+        """Let an online decode that is ahead leave its place to an online request that waits.
+
+        Who left is to wait in the queue again. None when nobody leaves.
+        """
+        rid = self.planner.gives_way(queued(waiting).due_s, placed(batch.reqs))
+        if rid is None:
+            return None
+        leaving = next(req for req in batch.reqs if req.rid == rid)
+        retract(batch, leaving, num_decoding=len(batch.reqs) - 1)
+        terms_of(leaving).waiting_since_s = self._now_s
+        self.counts.num_given_places += 1
+        return leaving
+
+    def enter(self, queue: list[Req], req: Req) -> None:
+        """Let a request wait in the queue, before those that can wait for longer."""
+        num_behind = self.planner.places.num_behind(map(queued, reversed(queue)), queued(req))
+        queue.insert(len(queue) - num_behind, req)
 
     # ---- memory ------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class StepNote:
     num_resumes: int = 0
     num_retractions: int = 0
     num_prefill_parks: int = 0
+    num_given_places: int = 0
     time_s: float | None = None
     own_s: float | None = None
 
@@ -59,6 +60,7 @@ _OWN = (
     "num_resumes",
     "num_retractions",
     "num_prefill_parks",
+    "num_given_places",
     "own_s",
 )
 COLUMNS = (*BatchRow._fields, *_OWN)

@@ -37,6 +37,11 @@ class StepMetrics:
             "Chunked prefills that were set aside for an online request.",
             ["task"],
         ).labels(Task.OFFLINE)
+        self._given_places = Counter(
+            "echo_sgl_given_places",
+            "Times that a decode ahead of its due time gave its place to a request that waited.",
+            ["task"],
+        ).labels(Task.ONLINE)
         retractions = Counter(
             "echo_sgl_retractions",
             "Running requests that lost their place and KV cache and will be resumed.",
@@ -88,6 +93,7 @@ class StepMetrics:
         self._totals.bring(self._parks, counts.num_parks)
         self._totals.bring(self._resumes, counts.num_resumes)
         self._totals.bring(self._parked_prefills, counts.num_prefill_parks)
+        self._totals.bring(self._given_places, counts.num_given_places)
         for task, counter in self._retractions.items():
             self._totals.bring(counter, counts.num_retractions[task])
         self._parked.set(len(control.parked))

@@ -31,7 +31,8 @@ class RequestTerms:
     """A request's terms and where it stands; times in seconds on the step clock.
 
     `arrival_s` is when the server's HTTP process took it in; `first_token_s` when the
-    scheduler first saw a token of it, None before; `waiting_since_s` when it was parked.
+    scheduler first saw a token of it, None before; `waiting_since_s` when it was parked, or gave
+    its place away.
     `max_tokens`: of its answer, as the client allowed; known with the first token.
     """
 

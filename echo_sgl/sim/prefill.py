@@ -53,7 +53,7 @@ class PrefillPass:
             self._add_chunk_of(scheduler.chunked)
         num_started = self._add_offline_of(offered) if self._add_online() else 0
         if offered:
-            scheduler.offer_size.note(num_started)
+            scheduler.offer_size.note(num_started, len(offered))
         if set_aside is not None:
             scheduler.pool.add(set_aside, resumed=True)
         if not self._prefills:
@@ -136,7 +136,7 @@ class PrefillPass:
             request = scheduler.waiting[0]
             if self._budget() <= 0:
                 return False
-            if self._free_slots() <= 0 and not scheduler.retract_first():
+            if self._free_slots() <= 0 and not self._makes_place(request):
                 scheduler.is_full = True
                 return False
             verdict = self._try_add(request)
@@ -150,11 +150,17 @@ class PrefillPass:
                 scheduler.results.num_memory_waits += is_full
                 return False
             scheduler.waiting.popleft()
+            request.waiting_since_s = None
             tokens = request.seq_tokens
             self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
             if scheduler.chunked is request:
                 return False
         return scheduler.chunked is None and self._budget() > 0
+
+    def _makes_place(self, request: SimRequest) -> bool:
+        """Whether somebody left a place to an online request: an offline one, or an online decode
+        that is ahead of its due time."""
+        return self._scheduler.retract_first() or self._scheduler.gives_way(request)
 
     def _can_make_room(self, request: SimRequest) -> bool:
         scheduler = self._scheduler

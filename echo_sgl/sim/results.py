@@ -58,6 +58,7 @@ class SimResults:
     num_resumes: int = 0
     num_retractions: int = 0
     num_prefill_parks: int = 0
+    num_given_places: int = 0
     evicted_tokens: int = 0
     evicted_needed_tokens: int = 0
     peak_online_tokens: int = 0
@@ -152,6 +153,7 @@ class SimResults:
                 "num_parks",
                 "num_resumes",
                 "num_retractions",
+                "num_given_places",
                 "evicted_tokens",
                 "evicted_needed_tokens",
                 "peak_online_tokens",

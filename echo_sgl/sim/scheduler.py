@@ -8,10 +8,8 @@ the steps that are left to `DecodeGroup` and never to a policy.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
@@ -26,13 +24,12 @@ from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.estimator_feed import EstimatorFeed
 from echo_sgl.sim.kv_pool import KvPool, OutOfKvError
 from echo_sgl.sim.new_token_ratio import NewTokenRatio
+from echo_sgl.sim.online_queue import OnlineQueue
 from echo_sgl.sim.parts import live_estimator, offline_pool, promise_of
 from echo_sgl.sim.prefix_tree import PrefixTree
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.sim.workload import SimRequest
-
-MAX_SUMMED = 64
 
 
 @dataclass(slots=True)
@@ -87,7 +84,7 @@ class SimScheduler:
         self.planner = create_step_planner(
             echo,
             self.estimator,
-            max_decodes=config.max_running_requests,
+            max_requests=config.max_running_requests,
             chunk_tokens=config.chunked_prefill_tokens,
             captured_batch_sizes=self.estimator.model.captured_batch_sizes,
         )
@@ -102,7 +99,7 @@ class SimScheduler:
         self.online = DecodeGroup(page, ttft_s=self.promise.ttft_s, tpot_s=self.promise.tpot_s)
         self.offline = DecodeGroup(page)
         self.parked: dict[str, SimRequest] = {}
-        self.waiting: deque[SimRequest] = deque()
+        self.waiting = OnlineQueue(self.promise, self.planner.places)
         self.chunked: SimRequest | None = None
         self.done: list[SimRequest] = []
         self.launched: list[SimRequest] = []
@@ -172,25 +169,18 @@ class SimScheduler:
         self.pool.advance(now_s, is_running=bool(self.offline) or bool(self.parked))
         chunked = self.chunked if self.chunked and not self.chunked.is_offline else None
         online_tokens = self.online.seq_tokens + (chunked.seq_tokens if chunked else 0)
-        first_s = min(
-            self.waiting[0].arrival_s if self.waiting else math.inf,
-            chunked.arrival_s if chunked else math.inf,
-        )
+        chunk_due_s = self.waiting.due_s(chunked) if chunked else math.inf
         self.planner.begin(
             now_s,
             self.online.shape(),
             decode_due_s=self.online.due_s,
-            first_due_s=first_s + self.promise.ttft_s,
+            first_due_s=min(self.waiting.first_due_s, chunk_due_s),
             num_waiting=len(self.waiting) + (chunked is not None),
-            waiting_tokens=self._waiting_tokens(chunked),
+            waiting_tokens=self.waiting.new_tokens
+            + (chunked.seq_tokens - chunked.computed_tokens if chunked else 0),
             endings=self.online.endings,
         )
         self._observe_use(now_s, online_tokens)
-
-    def _waiting_tokens(self, chunked: SimRequest | None) -> int:
-        """What online requests have to prefill; those far back in a long queue change nothing."""
-        tokens = sum(one.seq_tokens for one in islice(self.waiting, MAX_SUMMED))
-        return tokens + (chunked.seq_tokens - chunked.computed_tokens if chunked else 0)
 
     def _observe_use(self, now_s: float, online_tokens: int) -> None:
         results = self.results
@@ -299,6 +289,22 @@ class SimScheduler:
             else:
                 online.add_prefill(new, cached)
         self.planner.launch(online, is_alone=is_alone)
+
+    def gives_way(self, waiting: SimRequest) -> bool:
+        """Whether an online decode left its place to an online request that waits."""
+        queue, online = self.waiting, self.online
+        rid = self.planner.gives_way(
+            queue.due_s(waiting), map(queue.placed, self._sitting_out(online))
+        )
+        if rid is None:
+            return False
+        request = online.members[rid]
+        online.remove(request)
+        self.kv.release(request)
+        request.waiting_since_s = self.now_s
+        self.results.num_given_places += 1
+        queue.add(request)
+        return True
 
     # ---- memory ----------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class SimServer:
         if request.is_offline:
             self.scheduler.pool.add(request, resumed=False)
         else:
-            self.scheduler.waiting.append(request)
+            self.scheduler.waiting.add(request)
 
     def _see_all(self) -> None:
         """Under overlap a step is formed when the one before begins: who comes later is in none."""

@@ -152,6 +152,7 @@ def test_a_budget_set_while_it_runs_holds_offline_work_back(server):
         await until(lambda: reason(server, "offline") == "limit", "no time is left")
         held = (await asyncio.to_thread(explained, server, "offline"))["held_back"]
         assert held["limit_s"] == TINY_BUDGET_S
+        assert 0.0 < held["places_taken"] < 1.0, "the online request has one"
         assert held["smallest_chunk_s"] > held["room_s"]
         # Given its time back, it runs beside the other.
         assert (await asyncio.to_thread(set_budget, server, 5.0)).status_code == 200

@@ -65,7 +65,7 @@ def control() -> StepControl:
     config = parse_config({"steps": {"limit": "budget", "budget_s": 0.25}})
     live = create_live_batch_time(config, SERVER)
     watch = DeadlineWatch(DeadlineOrder(FcfsOrder()))
-    return StepControl(config, live, StepTimer(), max_decodes=8, chunk_tokens=512, watch=watch)
+    return StepControl(config, live, StepTimer(), max_requests=8, chunk_tokens=512, watch=watch)
 
 
 def request(rid: str, **params: str) -> SimpleNamespace:
@@ -90,6 +90,7 @@ def test_who_finds_no_time_is_told_the_limit_and_what_it_would_take(control):
         "reason": "limit",
         "limit_s": 0.25,
         "slack_s": None,
+        "places_taken": 0.0,
         "room_s": 0.25,
         "smallest_chunk_s": None,  # nothing was measured yet
     }

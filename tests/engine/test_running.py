@@ -31,12 +31,14 @@ class Decoding:
     sampling_params: Any = None
     to_finish: Any = None
     beam_group: Any = None
+    num_looks: int = 0
 
     @property
     def seqlen(self) -> int:
         return self.prompt_tokens + len(self.output_ids)
 
     def finished(self) -> bool:
+        self.num_looks += 1
         return self.is_over
 
 
@@ -76,10 +78,10 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
         if reqs and rng.random() < 0.2:
             leaving = rng.choice(reqs)
             leaving.is_over = True
-            running.outdate()
-            running = running.at(reqs, now_s)  # it ended and is still in the batch
+            running.note_end(leaving)
+            running.advance(reqs, now_s)  # it ended and is still in the batch
             reqs = [req for req in reqs if req is not leaving]
-        running = running.at(reqs, now_s)
+        running.advance(reqs, now_s)
         assert facts(running, reqs) == facts(fresh := Running(reqs, now_s), reqs)
         assert running.decode_due_s == pytest.approx(fresh.decode_due_s)
         assert running.endings == fresh.endings
@@ -88,15 +90,44 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
             step(reqs)
 
 
-def test_they_are_looked_up_only_when_somebody_came_or_went() -> None:
-    reqs = [decoding(Task.ONLINE), decoding(Task.OFFLINE)]
+def test_only_who_came_or_ended_is_looked_up() -> None:
+    reqs = [decoding(Task.ONLINE), decoding(Task.OFFLINE), decoding(Task.OFFLINE)]
     running = Running(reqs, 0.0)
-    assert running.at(reqs, 0.0) is running
+    looked_up = [req.num_looks for req in reqs]
     step(reqs)
-    assert running.at(reqs, 0.1) is running
-    assert running.at(list(reqs), 0.1) is not running
-    running.outdate()
-    assert running.at(reqs, 0.1) is not running
+    running.advance(reqs, 0.1)
+    reqs.append(decoding(Task.OFFLINE))  # as SGLang merges batches: the same list, longer
+    running.advance(reqs, 0.2)
+    left = [reqs[0], *reqs[2:]]
+    running.advance(left, 0.3)
+    assert [req.num_looks for req in reqs[:3]] == looked_up
+    running.note_end(left[1])
+    running.advance(left, 0.4)
+    assert [req.num_looks for req in left] == [looked_up[0], looked_up[2] + 1, 1]
+
+
+def test_who_comes_without_a_token_is_looked_up_until_it_has_one() -> None:
+    stays, comes = decoding(Task.OFFLINE, 10), decoding(Task.OFFLINE, 20)
+    comes.output_ids.clear()  # under overlap it joins before its first token is seen
+    running = Running([stays], 0.0)
+    running.advance([stays, comes], 0.1)
+    assert running.offline == Contexts.of([11, 20])
+    step([comes])
+    running.advance([stays, comes], 0.2)
+    assert running.offline == Contexts.of([11, 21])
+    step([stays, comes])
+    running.advance([stays, comes], 0.3)
+    assert running.offline == Contexts.of([12, 22])
+
+
+def test_whoever_else_an_order_brings_is_found() -> None:
+    reqs = [decoding(Task.OFFLINE, tokens) for tokens in (10, 20, 30)]
+    running = Running(reqs, 0.0)
+    step(reqs)
+    running.advance(reqs[::-1], 0.1)
+    assert running.offline == Contexts.of([12, 22, 32])
+    running.advance([], 0.2)
+    assert running.offline == Contexts.of([])
 
 
 def test_a_first_token_is_noticed_in_the_step_in_which_it_is_seen() -> None:
@@ -105,7 +136,7 @@ def test_a_first_token_is_noticed_in_the_step_in_which_it_is_seen() -> None:
     running = Running([req], 1.0)
     assert req.echo_terms.first_token_s is None
     step([req])
-    running.at([req], 2.0)
+    running.advance([req], 2.0)
     assert req.echo_terms.first_token_s == 2.0
 
 
@@ -122,7 +153,7 @@ def test_who_has_few_tokens_left_is_told_until_it_ends() -> None:
     assert running.endings == (), "one token of so many is there"
     for number in range(ENDING_TOKENS):
         step(reqs)
-        running = running.at(reqs, 3.0 + 0.01 * number)
+        running.advance(reqs, 3.0 + 0.01 * number)
         [ending] = running.endings
         assert ending.num_left == ENDING_TOKENS - number
         # The TTFT has 1 s, the last of 18 tokens 17 TPOTs more.

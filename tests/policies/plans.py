@@ -13,7 +13,7 @@ from echo_sgl.policies.step_planner import StepPlanner
 
 NOW_S = 64.0
 CHUNK_TOKENS = 512
-ALL_SLACK = {"slack_share": 1.0, "lag_tokens": 0.0}
+ALL_SLACK = {"slack_share": 1.0, "lag_tokens": 0.0, "place_share": 0.0, "ahead_tokens": 0.0}
 
 
 class Clockwork:
@@ -46,6 +46,7 @@ def planner(
         estimator or Clockwork(),
         selection=create_decode_selection(selection, seed=0),
         batch_size=create_batch_size("fixed", base=8, maximum=max_decodes),
+        max_requests=max_decodes,
         chunk_tokens=CHUNK_TOKENS,
     )
 

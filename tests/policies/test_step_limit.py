@@ -20,7 +20,8 @@ from echo_sgl.policies.step_limit import (
     create_step_limit,
 )
 
-ALL = {"slack_share": 1.0, "lag_tokens": 0.0}  # of the slack of online decodes is used
+# All of the slack of online decodes is used.
+ALL = {"slack_share": 1.0, "lag_tokens": 0.0, "place_share": 0.0, "ahead_tokens": 0.0}
 seconds = st.floats(0.001, 10.0)
 
 
@@ -95,6 +96,30 @@ def test_the_stall_is_a_share_of_the_ttft_that_is_promised():
     steps = StepsConfig(limit="slack", max_stall_s=0.5, stall_share=0.25)
     assert create_step_limit(steps, SloConfig(ttft_s=0.4, tpot_s=0.1)).stall_s == 0.1
     assert create_step_limit(steps, SloConfig(ttft_s=40.0, tpot_s=0.1)).stall_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("taken", "share_of_the_slack"),
+    [(0.0, 1.0), (0.5, 1.0), (0.625, 0.5), (0.75, 0.0), (1.0, 0.0), (1.5, 0.0)],
+)
+def test_the_fewer_places_are_left_the_less_of_the_slack_is_used(taken, share_of_the_slack):
+    limit = SlackLimit(stall_s=10.0, place_share=0.75)
+    at_hand = view(decode_due_s=100.5, alone_s=0.1, places_taken=taken)
+    given_s = pytest.approx(0.1 + share_of_the_slack * 0.4)
+    assert limit.limit_s(at_hand) == given_s
+    assert limit.decode_limit_s(at_hand) == given_s
+    assert SlackLimit(stall_s=10.0).limit_s(at_hand) == pytest.approx(0.5), "unless it is asked for"
+
+
+def test_places_give_no_time_that_is_not_there():
+    late = view(decode_due_s=99.9, alone_s=0.1, places_taken=0.7)
+    assert SlackLimit(stall_s=10.0, place_share=0.75).limit_s(late) == pytest.approx(-0.1)
+
+
+def test_where_nothing_is_due_places_matter_as_well():
+    limit = SlackLimit(stall_s=1.0, place_share=1.0)
+    assert limit.limit_s(view(alone_s=0.1, places_taken=1.0)) == pytest.approx(0.1)
+    assert limit.limit_s(view(alone_s=0.1, places_taken=0.5)) == pytest.approx(1.1)
 
 
 def test_the_relative_limit_gives_what_the_inflation_allows():

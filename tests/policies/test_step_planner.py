@@ -124,11 +124,21 @@ def test_the_most_decodes_of_a_step_count_online_ones():
     assert not plan.all_decode(Contexts.of([100] * 4))
 
 
+@pytest.mark.parametrize(("decodes", "waiting"), [(6, 0), (4, 2), (7, 5)])
+def test_who_waits_takes_a_place_too(decodes, waiting):
+    plan = planner(max_decodes=8, place_share=0.75)
+    begin(plan, decodes=decodes, due_in_s=1.0, waiting=waiting)
+    assert plan.limit_s == pytest.approx(0.01 * decodes), "what they take alone"
+    assert not plan.all_decode(Contexts.of([100]))
+    begin(plan, decodes=4, due_in_s=1.0)
+    assert plan.limit_s == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("num_online", "num_offline"), [(3, 5), (9, 0), (0, 12)])
 def test_beside_online_requests_a_step_does_not_outgrow_the_largest_graph(num_online, num_offline):
     config = parse_config({"slo": {"ttft_s": 99.0, "tpot_s": 99.0}, "steps": {"max_stall_s": 9.0}})
     plan = create_step_planner(
-        config, Clockwork(), max_decodes=64, chunk_tokens=512, captured_batch_sizes=[1, 2, 4, 8]
+        config, Clockwork(), max_requests=64, chunk_tokens=512, captured_batch_sizes=[1, 2, 4, 8]
     )
     begin(plan, decodes=num_online)
     assert plan.all_decode(Contexts.of([100] * num_offline))

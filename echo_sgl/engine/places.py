@@ -1,0 +1,35 @@
+"""Requests of SGLang's as the rule over places knows them, see `policies/places.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from sglang.srt.managers.schedule_batch import Req
+
+from echo_sgl.engine.roster import may_sit_out
+from echo_sgl.engine.terms import RequestTerms, terms_of
+from echo_sgl.policies.places import Placed, Queued
+
+
+def placed(reqs: Iterable[Req]) -> Iterator[Placed]:
+    """The online requests among these that decode and could wait."""
+    for req in reqs:
+        terms = terms_of(req)
+        if not terms.is_offline and req.output_ids and may_sit_out(req):
+            yield Placed(req.rid, terms.due_s(len(req.output_ids)), terms.promise.tpot_s)
+
+
+def queued(req: Req) -> Queued:
+    """A request that waits; an offline one is due never."""
+    terms, num_outputs = terms_of(req), len(req.output_ids)
+    due_s = math.inf if terms.is_offline else terms.due_s(num_outputs)
+    return Queued(due_s, num_outputs > 0)
+
+
+def new_tokens(req: Req, terms: RequestTerms) -> int:
+    """What an online request that waits, or is between chunks, has to prefill at most.
+
+    One that gave its place away finds in the tree what it computed.
+    """
+    return 1 if terms.waiting_since_s is not None else int(req.seqlen - (req.extend_end or 0))

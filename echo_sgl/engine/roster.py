@@ -1,0 +1,101 @@
+"""Who decodes and with how long a context; of those that stayed nothing is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from sglang.srt.managers.schedule_batch import Req
+
+from echo_sgl.engine.terms import terms_of
+from echo_sgl.policies.contexts import Contexts
+
+
+class Part(IntEnum):
+    """What a running request counts as."""
+
+    ONLINE = 0
+    OFFLINE = 1
+    # It is still there, but has ended, or is offline and may not sit out.
+    LEAVING = 2
+
+
+class Roster:
+    """The requests of a batch by part, with their contexts in tokens.
+
+    Each step that decodes gives all of them one token more, so that one of those that stayed
+    tells of the others. The first token may come apart from theirs: who has none yet is looked up
+    again, as is who is about to leave. An offline one that is aborted counts until it ends.
+    """
+
+    __slots__ = ("_again", "_contexts", "_held", "_num_grown", "_parts")
+
+    def __init__(self) -> None:
+        # By identity, with the requests themselves, so that no other one takes it over.
+        self._held: dict[int, Req] = {}
+        self._parts: dict[int, Part] = {}
+        # As they were, before all grew by `_num_grown` tokens.
+        self._contexts: dict[Part, dict[int, int]] = {part: {} for part in Part}
+        self._num_grown = 0
+        self._again: set[int] = set()
+
+    def grow(self, num_tokens: int) -> None:
+        """Each of them has so many tokens more."""
+        self._num_grown += num_tokens
+
+    def look_again(self, req: Req) -> None:
+        """Something happened to a request; it may be one of these."""
+        self._again.add(id(req))
+
+    def follow(self, reqs: Sequence[Req], now_s: float) -> tuple[int, bool]:
+        """It is these now; by how many tokens those that stayed have grown since this was told
+        last, and whether other online ones are here.
+        """
+        held = dict(zip(map(id, reqs), reqs, strict=True))
+        had_online = set(self._contexts[Part.ONLINE])
+        self._drop(self._again | (self._held.keys() - held.keys()))
+        self._held, self._again = held, set()
+        grown = self._growth()
+        self._num_grown += grown
+        came = held.keys() - self._parts.keys()
+        self._look_up(came, now_s)
+        online = self._contexts[Part.ONLINE].keys()
+        return grown, online != had_online or not online.isdisjoint(came)
+
+    def contexts(self, part: Part) -> Contexts:
+        """Of those that count as this."""
+        return Contexts.of(list(self._contexts[part].values())).longer(self._num_grown)
+
+    def reqs_of(self, part: Part) -> list[Req]:
+        """In the batch's order."""
+        return [req for key, req in self._held.items() if self._parts[key] is part]
+
+    def _drop(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if (part := self._parts.pop(key, None)) is not None:
+                del self._contexts[part][key]
+
+    def _growth(self) -> int:
+        for key, req in self._held.items():
+            if (part := self._parts.get(key)) is not None:
+                return int(req.seqlen - self._contexts[part][key] - self._num_grown)
+        return 0
+
+    def _look_up(self, keys: Iterable[int], now_s: float) -> None:
+        for key in keys:
+            req = self._held[key]
+            part = self._parts[key] = _part_of(req, now_s)
+            self._contexts[part][key] = req.seqlen - self._num_grown
+            if part is Part.LEAVING or not req.output_ids:
+                self._again.add(key)
+
+
+def may_sit_out(req: Req) -> bool:
+    """Whether an offline request may be parked or give up its memory: one that ends may not."""
+    return not req.finished() and req.to_finish is None and req.beam_group is None
+
+
+def _part_of(req: Req, now_s: float) -> Part:
+    if terms_of(req, now_s).is_offline:
+        return Part.OFFLINE if may_sit_out(req) else Part.LEAVING
+    return Part.LEAVING if req.finished() else Part.ONLINE

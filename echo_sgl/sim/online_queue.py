@@ -1,0 +1,55 @@
+"""The online requests that wait on a simulated server, and when their next tokens are due."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from itertools import islice
+
+from echo_sgl.policies.places import Placed, Places, Queued
+from echo_sgl.policies.step_limit import Promise
+from echo_sgl.sim.workload import SimRequest
+
+MAX_SUMMED = 64
+
+
+class OnlineQueue(deque[SimRequest]):
+    """SGLang's queue, first come first served, and those that gave a place away by due time.
+
+    Units: seconds on the simulation's clock, tokens.
+    """
+
+    def __init__(self, promise: Promise, places: Places) -> None:
+        super().__init__()
+        self._promise, self._places = promise, places
+
+    def add(self, request: SimRequest) -> None:
+        """A request waits, behind all that are to be before it."""
+        queued = map(self._queued, reversed(self))
+        num_behind = self._places.num_behind(queued, self._queued(request))
+        self.insert(len(self) - num_behind, request)
+
+    @property
+    def first_due_s(self) -> float:
+        """When the next token of the first one is due; infinite without any."""
+        return self.due_s(self[0]) if self else math.inf
+
+    @property
+    def new_tokens(self) -> int:
+        """What they have to prefill; those far back in a long queue change nothing."""
+        # One that gave its place away finds in the tree what it computed.
+        return sum(
+            1 if one.waiting_since_s is not None else one.seq_tokens
+            for one in islice(self, MAX_SUMMED)
+        )
+
+    def due_s(self, request: SimRequest) -> float:
+        """When a request's next token is due."""
+        return self._promise.due_s(request.num_outputs, request.arrival_s, request.first_token_s)
+
+    def placed(self, request: SimRequest) -> Placed:
+        """A request that decodes, as the rule over places knows it."""
+        return Placed(request.rid, self.due_s(request), self._promise.tpot_s)
+
+    def _queued(self, request: SimRequest) -> Queued:
+        return Queued(self.due_s(request), request.num_outputs > 0)

@@ -1,0 +1,161 @@
+"""Who has a place on a real server, where online requests want more than there are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from eval.server import LOCAL
+from tests.cli.jobs import run_cli
+from tests.engine.test_explain import explained, reason
+from tests.engine.test_steps import MIXED_IN_TURN
+from tests.engine.tight import learn, num_running
+from tests.engine.traffic import (
+    FLEX,
+    completion,
+    is_idle,
+    metric,
+    post,
+    send_all,
+    texts,
+    until,
+    wait_until,
+)
+from tests.servers import COMMON_ARGS, STRICT
+
+pytestmark = pytest.mark.server
+
+PLACES = 4
+QUICK = completion("a short question", 8)
+ARGS = (*COMMON_ARGS, "--served-model-name", "tiny", "--max-running-requests", str(PLACES))
+# Every decode is ahead of its due times at once; nobody may wait for long.
+CONFIG: dict[str, Any] = {
+    "slo": {"ttft_s": 0.4, "tpot_s": 0.5},
+    "steps": {"place_share": 0.75, "max_stall_s": 10.0, "stall_share": 1.0},
+}
+
+
+@pytest.fixture
+def server(server_for, write_config):
+    server = server_for(ARGS, config=str(write_config(**CONFIG)), env=STRICT)
+    wait_until(lambda: is_idle(server), "the server is idle")
+    yield server
+    post(server, "/abort_request", {"abort_all": True})
+
+
+def long_bodies(num: int) -> list[dict[str, Any]]:
+    return [completion(f"long {number}", 1500, rid=f"long-{number}") for number in range(num)]
+
+
+def num_given(server) -> float:
+    return metric(server, "echo_sgl_given_places_total", task="online")
+
+
+def waiting_ahead(server, num: int) -> list[str]:
+    rids = [f"long-{number}" for number in range(num)]
+    return [rid for rid in rids if reason(server, rid) == "ahead"]
+
+
+async def beside_long(server, body: dict[str, Any]) -> list[httpx.Response]:
+    """One online request that comes when others have all places."""
+    long = asyncio.create_task(send_all(server, long_bodies(PLACES)))
+    await until(lambda: long.done() or num_running(server) == PLACES, "all places are taken")
+    return [*await send_all(server, [body]), *await long]
+
+
+@pytest.mark.parametrize("variant", [(), MIXED_IN_TURN])
+def test_a_decode_that_is_ahead_gives_its_place_and_answers_the_same(
+    server_for, write_config, stock_texts, variant
+):
+    server = server_for((*ARGS, *variant), config=str(write_config(**CONFIG)), env=STRICT)
+    num_before = num_given(server)
+    answers = asyncio.run(beside_long(server, QUICK))
+    assert texts(answers) == stock_texts([QUICK, *long_bodies(PLACES)])
+    wait_until(lambda: num_given(server) > num_before, "a place changed hands")
+    assert metric(server, "echo_sgl_retractions_total") == 0
+
+
+def test_nobody_gives_its_place_to_a_request_that_lacks_memory(server, stock_texts):
+    large = completion("a large question", 3700, rid="large")
+    start_s = time.monotonic()
+
+    async def run() -> list[httpx.Response]:
+        long = asyncio.create_task(send_all(server, long_bodies(PLACES)))
+        await until(lambda: long.done() or num_running(server) == PLACES, "all places are taken")
+        other = asyncio.create_task(send_all(server, [large]))
+        answers = await long
+        post(server, "/abort_request", {"rid": "large"})
+        await other
+        return answers
+
+    assert texts(asyncio.run(run())) == stock_texts(long_bodies(PLACES))
+    params = {"seconds": time.monotonic() - start_s}
+    [steps] = LOCAL.get(f"{server.url}/echo/trace", params=params).json()["replicas"]
+    column = steps["columns"].index("num_given_places")
+    assert len({row[column] for row in steps["rows"]}) == 1
+
+
+def test_ranks_let_the_same_places_change_hands(server_for, write_config, stock_texts, tmp_path):
+    args, config = (*ARGS, "--tp-size", "2"), str(write_config(**CONFIG))
+    env = {**STRICT, "ECHO_SGL_DECISION_LOG": str(tmp_path / "decisions")}
+
+    def decisions(rank: int) -> list[str]:
+        return (tmp_path / f"decisions.rank{rank}").read_text().splitlines()
+
+    with server_for.once(args, config=config, env=env) as server:
+        answers = asyncio.run(beside_long(server, QUICK))
+        assert texts(answers) == stock_texts([QUICK, *long_bodies(PLACES)])
+        wait_until(lambda: num_given(server) > 0, "a place changed hands")
+        wait_until(lambda: len(decisions(0)) == len(decisions(1)), "both ranks are done")
+        assert decisions(0) == decisions(1)
+
+
+def test_who_gave_its_place_says_so_and_is_aborted_there(server):
+    num = PLACES + 2
+    seen: list[dict[str, Any]] = []
+
+    async def run() -> list[httpx.Response]:
+        long = asyncio.create_task(send_all(server, long_bodies(num)))
+        while not seen:
+            assert not long.done(), "nobody gave its place away"
+            for rid in await asyncio.to_thread(waiting_ahead, server, num):
+                told = await asyncio.to_thread(run_cli, "explain", rid, "--url", server.url)
+                if "ahead of what it was promised" in told.stdout:
+                    seen.append(await asyncio.to_thread(explained, server, rid))
+        post(server, "/abort_request", {"abort_all": True})
+        return await long
+
+    answers = asyncio.run(run())
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert seen[0]["class"] == "online"
+    wait_until(
+        lambda: LOCAL.post(f"{server.url}/flush_cache").status_code == 200, "nothing is held"
+    )
+
+
+def test_beside_online_requests_with_most_places_nobody_offline_decodes(server, stock_texts):
+    """Three quarters of the places are online's; there is time for the offline decode, no place."""
+    learn(server)
+    job = completion("a long answer", 600, rid="job", **FLEX)
+    before = {name: metric(server, f"echo_sgl_{name}_total") for name in ("parks", "resumes")}
+
+    async def run() -> httpx.Response:
+        offline = asyncio.create_task(send_all(server, [job]))
+        await until(lambda: explained(server, "job").get("state") == "decoding", "it decodes")
+        online = asyncio.create_task(send_all(server, long_bodies(PLACES - 1)))
+        await until(lambda: explained(server, "job").get("state") == "parked", "it sits out")
+        held_back = (await asyncio.to_thread(explained, server, "job"))["held_back"]
+        assert held_back["places_taken"] >= 0.75
+        assert held_back["slack_s"] > held_back["with_decode_s"]
+        post(server, "/abort_request", {"rid": "long-"})
+        await online
+        return (await offline)[0]
+
+    answer = asyncio.run(run())
+    assert texts([answer]) == stock_texts([job])
+    after = {name: metric(server, f"echo_sgl_{name}_total") for name in ("parks", "resumes")}
+    assert after["parks"] - before["parks"] == after["resumes"] - before["resumes"] > 0

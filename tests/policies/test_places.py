@@ -1,0 +1,88 @@
+"""Who gives a place away, to whom, and where it waits then."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.config import SloConfig
+from echo_sgl.policies.places import Placed, Places, Queued
+from tests.policies.plans import NOW_S, begin, planner
+
+TPOT_S = 0.05
+
+
+def decodes(*due_s: float) -> list[Placed]:
+    return [Placed(f"r{number}", one, TPOT_S) for number, one in enumerate(due_s)]
+
+
+def test_who_is_furthest_ahead_gives_its_place():
+    places = Places(8.0)
+    assert places.gives_way(decodes(10.5, 12.0, 11.0), due_s=9.0, now_s=10.0) == "r1"
+
+
+@pytest.mark.parametrize(("ahead_s", "rid"), [(0.39, None), (0.41, "r0")])
+def test_nobody_does_who_would_be_back_at_once(ahead_s, rid):
+    """8 tokens of 50 ms, after now and after the token that the other one waits for."""
+    places = Places(8.0)
+    assert places.gives_way(decodes(10.0 + ahead_s), due_s=9.0, now_s=10.0) == rid
+    assert places.gives_way(decodes(10.0 + ahead_s), due_s=10.0, now_s=9.0) == rid
+
+
+def test_without_tokens_ahead_and_without_due_times_everybody_keeps_its_place():
+    assert Places(0.0).gives_way(decodes(99.0), due_s=9.0, now_s=10.0) is None
+    endless = [Placed("endless", math.inf, math.inf)]
+    assert Places(8.0).gives_way(endless, due_s=9.0, now_s=10.0) is None
+    assert Places(8.0).gives_way([], due_s=9.0, now_s=10.0) is None
+
+
+def test_a_decode_of_its_own_pace_counts_in_its_own_tokens():
+    slow, quick = Placed("slow", 12.0, 1.0), Placed("quick", 11.0, 0.01)
+    assert Places(8.0).gives_way([slow, quick], due_s=9.0, now_s=10.0) == "quick"
+
+
+def test_who_gave_its_place_waits_by_due_time():
+    places = Places(8.0)
+    fresh = [Queued(11.0, has_started=False), Queued(12.0, has_started=False)]
+    assert places.num_behind(fresh[::-1], Queued(11.5, has_started=True)) == 1
+    assert places.num_behind(fresh[::-1], Queued(10.0, has_started=True)) == 2
+    assert Places(0.0).num_behind(fresh[::-1], Queued(10.0, has_started=True)) == 0
+
+
+def test_among_those_that_come_the_servers_own_order_holds():
+    places = Places(8.0)
+    later = [Queued(12.0, has_started=False), Queued(13.0, has_started=True)]
+    assert places.num_behind(later[::-1], Queued(11.0, has_started=False)) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30))
+def test_whoever_has_tokens_waits_behind_nobody_that_is_due_later(entries):
+    places, queue = Places(8.0), []
+    for due_s, has_started in entries:
+        own = Queued(float(due_s), has_started)
+        queue.insert(len(queue) - places.num_behind(reversed(queue), own), own)
+    assert sorted(queue) == sorted(Queued(float(due_s), started) for due_s, started in entries)
+    fresh = [one.due_s for one in queue if not one.has_started]
+    assert fresh == [float(due_s) for due_s, started in entries if not started]
+    started = [one.due_s for one in queue if one.has_started]
+    assert started == sorted(started)
+
+
+def test_a_place_changes_hands_only_when_a_first_token_would_be_late():
+    plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), ahead_tokens=2.0)
+    begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.9, waiting=1)
+    ahead = [Placed("ahead", NOW_S + 5.0, 1.0)]
+    assert plan.gives_way(NOW_S + 0.9, ahead) is None
+    begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.4, waiting=1)
+    assert plan.gives_way(NOW_S + 0.4, ahead) == "ahead"
+
+
+@pytest.mark.parametrize("steps", [{"ttft_margin": 0.0}, {"limit": "budget"}, {"ahead_tokens": 0}])
+def test_presets_without_it_do_not_even_look(steps):
+    slo = SloConfig(ttft_s=1.0, tpot_s=1.0)
+    plan = planner(slo=slo, **{"ahead_tokens": 2.0, **steps})
+    begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.0, waiting=1)
+    assert plan.gives_way(NOW_S, (pytest.fail("looked") for _ in range(1))) is None

@@ -1,0 +1,31 @@
+"""Simulated servers that have fewer places than online requests want."""
+
+from __future__ import annotations
+
+from echo_sgl.sim.results import SimResults
+from echo_sgl.sim.server import simulate
+from tests.sim.workloads import SLO, offline_trace, online_trace, server
+
+NUM_ONLINE = 120
+
+
+def busy(seed: int, **steps: object) -> SimResults:
+    """Decodes take a quarter of what is promised, and four places are just enough."""
+    config = server({**SLO, "steps": steps}, max_running_requests=4)
+    online = online_trace(NUM_ONLINE, rate_rps=4.0, seed=seed)
+    return simulate(config, online, offline_trace(40, num_prefixes=4))
+
+
+def test_places_change_hands_and_more_promises_are_kept() -> None:
+    traded, kept = [busy(seed) for seed in range(4)], [busy(s, ahead_tokens=0.0) for s in range(4)]
+    assert all(one.num_given_places > 0 for one in traded)
+    assert not any(one.num_given_places for one in kept)
+    for one in (*traded, *kept):
+        assert one.online_done == NUM_ONLINE and one.offline_done == 40 and not one.unfinished
+    assert sum(one.online_kept for one in traded) > sum(one.online_kept for one in kept)
+
+
+def test_without_promises_and_without_margin_everybody_keeps_its_place() -> None:
+    online = online_trace(NUM_ONLINE, rate_rps=4.0)
+    for sections in ({"slo": {}}, {**SLO, "steps": {"ttft_margin": 0.0}}):
+        assert not simulate(server(sections, max_running_requests=4), online).num_given_places
