@@ -49,20 +49,33 @@ SERVER_ARGS = (
     "--max-total-tokens 24000 --max-running-requests 16 --chunked-prefill-size 512 "
     "--enable-mixed-chunk"
 )
-SHARED_TOKENS = 600
+SHARED_TOKENS, MOST_TOKENS = 600, 900
+# So often one of these instead, behind nothing shared: steps alike tell chance from error.
+RECURRING_SHARE, RECURRING_TOKENS = 0.25, (30, 90, 200, 450)
 QUANTILE = 0.95
 LIVE_WARM_UP_STEPS = 50
 
 
 async def live_traffic(server: Server, vocab: int, options: argparse.Namespace) -> None:
-    """Clients of both classes: fresh and shared prompts, short and long answers, pauses."""
+    """Clients of both classes that come one after another: fresh and shared prompts, short and
+    long answers, pauses.
+    """
     rng, until_s = random.Random(options.seed + 1), time.monotonic() + options.live_s
     shared = [rng.randrange(16, vocab) for _ in range(SHARED_TOKENS)]
 
-    async def client(http: httpx.AsyncClient) -> None:
+    def lengths() -> tuple[int, int]:
+        """Tokens of a prompt that others share, and those of its own."""
+        if rng.random() < RECURRING_SHARE:
+            return 0, rng.choice(RECURRING_TOKENS)
+        num_shared = rng.randrange(SHARED_TOKENS) if rng.random() < 0.5 else 0
+        return num_shared, rng.randrange(1, MOST_TOKENS)
+
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        await asyncio.sleep(options.live_s * number / options.clients)
         while time.monotonic() < until_s:
-            start = shared[: rng.randrange(SHARED_TOKENS)] if rng.random() < 0.5 else []
-            own = [rng.randrange(16, vocab) for _ in range(rng.randrange(1, 900))]
+            num_shared, num_own = lengths()
+            start = shared[:num_shared]
+            own = [rng.randrange(16, vocab) for _ in range(num_own)]
             tier = OFFLINE_SERVICE_TIER if rng.random() < 0.6 else "default"
             sampling = {
                 "temperature": 0,
@@ -75,7 +88,7 @@ async def live_traffic(server: Server, vocab: int, options: argparse.Namespace) 
             await asyncio.sleep(rng.expovariate(2.0))
 
     async with httpx.AsyncClient(timeout=300) as http:
-        await asyncio.gather(*(client(http) for _ in range(options.clients)))
+        await asyncio.gather(*(client(http, number) for number in range(options.clients)))
 
 
 def live_steps(server: Server, vocab: int, options: argparse.Namespace) -> Samples:
@@ -105,20 +118,24 @@ def live_errors(model: BatchTimeModel, samples: Samples) -> dict[str, tuple[floa
     return {kind: (float(mape), float(covered)) for kind, (mape, covered) in means.items()}
 
 
-def scatter(samples: Samples) -> float | None:
-    """What a decode step's time is off by when only chance differs: no model's MAPE is less.
+def scatter(samples: Samples) -> dict[StepKind, float]:
+    """What steps are off by when only chance differs: no model's MAPE is less.
 
-    Of steps in a row in which the same requests each got a token more, which takes the same time
-    but for chance. Two times of one mean differ by sqrt(2) times as much as each from it.
+    By kind, of those that have steps alike: the same row, or, of decodes, the same requests one
+    token later. Two times of one mean differ by sqrt(2) times as much as each from it.
     """
     rows, times_s = samples
     batches = [BatchRow(*map(int, row)) for row in rows]
-    differences = [
-        abs(times_s[number] / times_s[number - 1] - 1.0)
-        for number in range(1, len(batches))
-        if _follows(batches[number], batches[number - 1])
-    ]
-    return float(np.mean(differences) / np.sqrt(2)) if differences else None
+    last_s: dict[BatchRow, float] = {}
+    differences: dict[StepKind, list[float]] = {}
+    for number, (row, time_s) in enumerate(zip(batches, times_s, strict=True)):
+        alike_s = last_s.get(row)
+        if number and _follows(row, batches[number - 1]):
+            alike_s = times_s[number - 1]
+        if alike_s is not None:
+            differences.setdefault(row.kind, []).append(abs(time_s / alike_s - 1.0))
+        last_s[row] = time_s
+    return {kind: float(np.mean(off) / np.sqrt(2)) for kind, off in differences.items()}
 
 
 def _follows(row: BatchRow, before: BatchRow) -> bool:
@@ -150,7 +167,7 @@ def judge(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     calibration = fit_all(steps[CALIBRATION], about["server"], seed=options.seed, host=host)
     profile = dataclasses.replace(calibration.profile(), date=about["date"])
     save_profile(profile, options.folder / f"{size}-profile.json")
-    rows = []
+    rows, off = [], scatter(live)
     for name, model in calibration.models.items():
         learning = live_errors(model, live)
         for kind, error in held_out_errors(model, live).items():
@@ -171,7 +188,7 @@ def judge(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                     else None,
                     "live_mape": learning[kind][0] if kind in learning else None,
                     "coverage": learning[kind][1] if kind in learning else None,
-                    "scatter": scatter(live) if kind is StepKind.DECODE else None,
+                    "scatter": off.get(kind),
                 }
             )
     return rows
@@ -188,8 +205,8 @@ def summary_markdown(options: argparse.Namespace, rows: Sequence[dict[str, Any]]
         "",
         f"- {', '.join(f'{key}: {value}' for key, value in measured.items())}",
         "- every model is fitted to the steps of calibration and judged by those of live traffic",
-        "- scatter: what decodes of the same requests, one token later, differ by: no model's MAPE",
-        "  is less than that of the machine",
+        "- scatter: what live steps of one shape differ by, and decodes of the same requests",
+        "  one token later: no model's MAPE is less than that of the machine",
         "",
         "| size | model | step | live steps | median ms | MAPE | p95 | bias | MAPE held out "
         "| MAPE while learning | scatter | 95 % bound covers |",

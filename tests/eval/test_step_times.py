@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from echo_sgl.batch_shape import BatchRow, decode_row, rows_of
+from echo_sgl.batch_shape import BatchRow, StepKind, decode_row, rows_of
 from echo_sgl.cli.calibration import fit_all
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
@@ -63,11 +63,14 @@ def decodes(num_steps: int) -> list[BatchRow]:
     return [row for row in rows if row is not None]
 
 
-def test_scatter_is_what_a_perfect_model_would_be_off_by() -> None:
+@pytest.mark.parametrize("rows", [decodes(4000), [BatchRow(1, 90, 0, 8100, 0, 0, 0)] * 4000])
+def test_scatter_is_what_a_perfect_model_would_be_off_by(rows: list[BatchRow]) -> None:
     rng = np.random.default_rng(0)
     times_s = 0.01 * np.exp(rng.normal(0.0, 0.05, 4000))
     perfect_mape = float(np.mean(np.abs(0.01 / times_s - 1.0)))
-    assert scatter((rows_of(decodes(4000)), times_s)) == pytest.approx(perfect_mape, rel=0.05)
+    assert scatter((rows_of(rows), times_s)) == {
+        rows[0].kind: pytest.approx(perfect_mape, rel=0.05)
+    }
 
 
 def test_steps_of_other_requests_do_not_scatter() -> None:
@@ -76,6 +79,6 @@ def test_steps_of_other_requests_do_not_scatter() -> None:
         BatchRow(0, 0, 0, 0, 2, second.decode_tokens + 50, 400),  # another pair
         BatchRow(1, 8, 0, 64, 2, second.decode_tokens, 301),  # a prefill with them
     ]
-    assert scatter((rows_of([first, second]), np.array([0.01, 0.01]))) == 0.0
+    assert scatter((rows_of([first, second]), np.array([0.01, 0.01]))) == {StepKind.DECODE: 0.0}
     for other in others:
-        assert scatter((rows_of([first, other]), np.array([0.01, 0.03]))) is None
+        assert scatter((rows_of([first, other]), np.array([0.01, 0.03]))) == {}
