@@ -6,8 +6,8 @@ is the counterpart, so the share of the step's time stands in the place of a rat
 one thread: with more, on two cores, it would leave none to the HTTP processes.
 
 Planning a prefill costs what it starts. Answers of a job differ in length, and so a few requests
-end and start at a time; where all are equally long, the whole batch does at once, in one step.
-Both are measured.
+end and start at a time: the shorter they are, the more. Where all are equally long, the whole
+batch does at once, in one step. All three are measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ NUM_DOCUMENTS, DOCUMENT_TOKENS = 50, 40
 MIN_STEPS, MIN_POOLED = 1000, 45_000
 ANSWER_TOKENS = 16
 # Name, and the shortest and the longest answer of the job.
-JOBS = {"answers of 1 to 31 tokens": (1, 31), "of 16 each": (ANSWER_TOKENS, ANSWER_TOKENS)}
+JOBS = {
+    "answers of 1 to 255 tokens": (1, 255),
+    "of 1 to 31": (1, 31),
+    "of 16 each": (ANSWER_TOKENS, ANSWER_TOKENS),
+}
 LIMIT_S = 300.0
 ENV = {"OMP_NUM_THREADS": "1"}
 CONFIG = "[slo]\nttft_s = 5.0\ntpot_s = 0.5\n[reserve]\npredictor = 'off'\n"

@@ -81,20 +81,22 @@ class DeadlineOrder(OfflineOrder):
         self._other.remove(request)
         self._forget(request)
 
-    def take(self, request: PendingRequest) -> None:
-        if self._is_ahead(request):
-            self.remove(request)
+    def take(self, request: PendingRequest, *, is_aside: bool = False) -> None:
+        is_ahead = self._is_ahead(request)
+        self._other.take(request, is_aside=is_aside or is_ahead)
+        self._forget(request)
+        if is_ahead:
             self._walk.advance(self.__contains__)
-        else:
-            self._other.take(request)
-            self._forget(request)
+
+    def end(self, request: PendingRequest) -> None:
+        self._other.end(request)
 
     def oldest(self) -> PendingRequest | None:
         return self._other.oldest()
 
     def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
         need = self._other.need(namespace, path)
-        if need.is_next or not need.num_waiting:
+        if need.is_next or not need.num_pending:
             return need
         is_ahead = any(self.book.count_through(one, namespace, path) for one in self._ahead)
         return replace(need, is_next=is_ahead)

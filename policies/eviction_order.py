@@ -34,7 +34,7 @@ class LeafFacts:
     `last_access` grows with every use and is the same on all ranks. `task`: class of the
     last user. `is_protected`: in the online working set. `num_pending`: Echo's RC, the
     offline requests (waiting, parked or running) whose prompt runs through the leaf.
-    `walk_key` and `is_next`: when the first of those that wait comes, see `PrefixNeed`.
+    `walk_key` and `is_next`: when the first of them comes, see `PrefixNeed`.
     """
 
     leaf: int
@@ -192,7 +192,7 @@ class NextUseOrder(EvictionOrder):
 
     The prefix walk visits the waiting prompts in token order and wraps around, so the leaf
     just behind its cursor is used last of all, and the one just before it next. No leaf's
-    path runs through another leaf, so any waiting prompt tells a leaf's place among them;
+    path runs through another leaf, so any pending prompt tells a leaf's place among them;
     the last one tells whether the walk still comes through. Leaves of requests that will be
     resumed are needed before all others; a request that runs has locked what it uses.
 

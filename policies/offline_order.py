@@ -20,13 +20,14 @@ from echo_sgl.types import PendingRequest
 
 @dataclass(frozen=True, slots=True)
 class PrefixNeed:
-    """Which waiting requests want a cached prefix.
+    """Which pending requests want a cached prefix.
 
-    `walk_key` is the last of them on the prefix walk: compared with the walk's cursor it
+    `num_pending`: Echo's reference count, of those that wait and those that were taken and have
+    not ended. `walk_key` is the last of them on the prefix walk: compared with the walk's cursor it
     tells when the prefix is used next. `is_next`: one of them is resumed before all others.
     """
 
-    num_waiting: int
+    num_pending: int
     walk_key: PrefixKey | None
     is_next: bool
 
@@ -59,8 +60,9 @@ class OfflineOrder(ABC):
 
     Requests that had started and came back (retracted, parked) are resumed before any
     other, oldest first: HyGen reclaims preempted requests with their execution state.
-    Cost: `add`, `remove` and the first pick take one way down a `PrefixIndex`; to come out of
-    sequence, other than resumed, costs O(n), and happens to nobody on a server.
+    Who was taken stays in the index of prompts until `end`, for `need`; a walk goes past it.
+    Cost: `add`, `remove`, `end` and the first pick take one way down a `PrefixIndex`; to come out
+    of sequence, other than resumed, costs O(n), and happens to nobody on a server.
     """
 
     def __init__(self) -> None:
@@ -99,12 +101,22 @@ class OfflineOrder(ABC):
             del self._by_age[request.sequence]
             self._by_prefix.remove(request)
 
-    def take(self, request: PendingRequest) -> None:
-        """Remove a request because it was picked from `upcoming`."""
-        was_resumed = request.sequence in self._resumed
-        self.remove(request)
-        if not was_resumed:
-            self._advance(request)
+    def take(self, request: PendingRequest, *, is_aside: bool = False) -> None:
+        """A request was picked from `upcoming`: it waits no more. Errors: as `remove`.
+
+        `is_aside`: somebody else picked it, and this order goes on where it stands.
+        """
+        if self._resumed.pop(request.sequence, None) is not None:
+            self._resumed_by_prefix.remove(request)
+            self._by_prefix.add(request)
+        else:
+            del self._by_age[request.sequence]
+            if not is_aside:
+                self._advance(request)
+
+    def end(self, request: PendingRequest) -> None:
+        """Forget a request that was taken: it ended, or comes back to wait."""
+        self._by_prefix.remove(request)
 
     def upcoming(self) -> Iterator[PendingRequest]:
         """All waiting requests, next pick first; lazy, so the first k cost O(k + log n).
@@ -119,13 +131,13 @@ class OfflineOrder(ABC):
         return min(heads)[1] if heads else None
 
     def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
-        """Who waits for the prefix `path` (at least one token); ways down `PrefixIndex`es."""
+        """Who wants the prefix `path` (at least one token); ways down `PrefixIndex`es."""
         num_resumed = self._resumed_by_prefix.count_through(namespace, path)
-        walk_key, num_unstarted = self._by_prefix.last_and_count(namespace, path)
-        return PrefixNeed(num_unstarted + num_resumed, walk_key, num_resumed > 0)
+        walk_key, num_others = self._by_prefix.last_and_count(namespace, path)
+        return PrefixNeed(num_others + num_resumed, walk_key, num_resumed > 0)
 
     def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
-        """How much of `path` is the start of a waiting prompt; a way down each `PrefixIndex`.
+        """How much of `path` is the start of a pending prompt; a way down each `PrefixIndex`.
 
         0 if it is fewer than `at_least` tokens.
         """
@@ -209,7 +221,7 @@ class PsmOrder(OfflineOrder):
     def _in_prefix_order(self, seen: set[int]) -> Iterator[PendingRequest]:
         """Depth first from behind the cursor, then from the start; without those in `seen`."""
         for request in self._by_prefix.around(self.cursor):
-            if request.sequence not in seen:
+            if request.sequence in self._by_age and request.sequence not in seen:
                 yield request
 
 

@@ -9,7 +9,7 @@ from itertools import count, islice
 from typing import Any
 
 from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
-from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
+from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.types import PendingRequest
 
 
@@ -20,16 +20,17 @@ class _Waiting(PendingRequest):
     req: Any
     entry_s: float
     num_tokens: int
+    is_resumed: bool
 
 
 class OfflinePool:
     """Pooled SGLang requests by id, by time of entry, and in the order a policy gives.
 
-    Every operation but `remove` costs a way down a `PrefixIndex`; nothing is done per
+    Every operation but `remove` costs a way down a `PrefixIndex` or less; nothing is done per
     scheduler step, so 50,000 waiting requests cost a step no more than ten. It
     also knows the requests that left it to run, until `end`: together they are the pending
-    ones that cached prefixes wait for. `on_change` is told each prompt whose request comes,
-    starts or goes.
+    ones that cached prefixes wait for. `on_change` is told each prompt that the order answers
+    otherwise for: its request comes or goes, or is resumed.
     """
 
     on_change: Callable[[Any, Any], None] | None = None
@@ -42,7 +43,6 @@ class OfflinePool:
         self._waiting: dict[str, _Waiting] = {}
         self._num_by_length: Counter[int] = Counter()
         self._started: dict[str, _Waiting] = {}
-        self._started_by_prefix = PrefixIndex()
         self._sequences = count()
 
     def __len__(self) -> int:
@@ -81,6 +81,7 @@ class OfflinePool:
             req=req,
             entry_s=entry_s,
             num_tokens=req.seqlen,
+            is_resumed=resumed,
         )
         self._order.add(waiting, resumed=resumed)
         self._waiting[req.rid] = waiting
@@ -103,22 +104,21 @@ class OfflinePool:
         waiting = self._pop(req.rid)
         self._order.take(waiting)
         self._started[req.rid] = waiting
-        self._started_by_prefix.add(waiting)
-        self._changed(waiting)
+        if waiting.is_resumed:
+            self._changed(waiting)
 
     def end(self, req: Any) -> None:
         """Forget a request that started, if it is known: it ended, or comes back to wait."""
         if (started := self._started.pop(req.rid, None)) is not None:
-            self._started_by_prefix.remove(started)
+            self._order.end(started)
             self._changed(started)
 
-    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
-        """Echo's reference count of a prefix, and which waiting requests it counts."""
-        need = self._order.need(namespace, path)
-        return need.num_waiting + self._started_by_prefix.count_through(namespace, path), need
+    def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
+        """Echo's reference count of a prefix, and which requests it counts."""
+        return self._order.need(namespace, path)
 
     def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
-        """How much of `path` is the start of a waiting prompt; 0 if fewer than `at_least`."""
+        """How much of `path` is the start of a pending prompt; 0 if fewer than `at_least`."""
         return self._order.shared_tokens(namespace, path, at_least=at_least)
 
     @property

@@ -37,7 +37,7 @@ from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.types import Task
 
 _FULL = ComponentType.FULL
-_NO_NEED = PrefixNeed(num_waiting=0, walk_key=None, is_next=False)
+_NO_NEED = PrefixNeed(num_pending=0, walk_key=None, is_next=False)
 _WORTH_NAMES = {worth: worth.name.lower() for worth in Worth}
 # Leaves wait for their place until an eviction asks, but not more than this many: beyond it
 # each new one settles an old one, so that no single eviction pays for all of them.
@@ -50,12 +50,12 @@ class PendingPrefixes(Protocol):
     @property
     def cursor(self) -> PrefixKey | None: ...
 
-    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
+    def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
         """Reference count of a prefix (waiting, parked and running), and who waits for it."""
         ...
 
     def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
-        """How much of a path is the start of a waiting prompt; 0 if fewer than `at_least`."""
+        """How much of a path is the start of a pending prompt; 0 if fewer than `at_least`."""
         ...
 
 
@@ -64,8 +64,8 @@ class NobodyWaits:
 
     cursor: PrefixKey | None = None
 
-    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
-        return 0, _NO_NEED
+    def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
+        return _NO_NEED
 
     def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
         return 0
@@ -145,21 +145,21 @@ class EchoTreeCore(PlainWalks):
 
     def facts_of(self, node: UnifiedTreeNode) -> LeafFacts:
         """What an eviction order may know of a node; exact at any time."""
-        num_pending, need = 0, _NO_NEED
+        need = _NO_NEED
         if self.order.needs_pending:
-            num_pending, need = self.pending.need(namespace_of(node.key), NodePath(node))
+            need = self.pending.need(namespace_of(node.key), NodePath(node))
         return LeafFacts(
             leaf=node.id,
             last_access=node.last_access_time,
             task=getattr(node, "echo_user", Task.ONLINE),
             is_protected=node.id in self.working_set,
-            num_pending=num_pending,
+            num_pending=need.num_pending,
             walk_key=need.walk_key,
             is_next=need.is_next,
         )
 
     def prompt_changed(self, req: Any, prompt: array[int]) -> None:
-        """A pending request with this prompt came, went or started: its leaf moves."""
+        """A pending request with this prompt came, went or was resumed: its leaf moves."""
         key = RadixKey(prompt, req.extra_key, cache_salt=req.cache_salt)
         node, _, _ = self._descend(key, self._end_of(key))
         self._unsettle_leaf_of(node)
@@ -304,7 +304,7 @@ class EchoTreeCore(PlainWalks):
         return result
 
     def _spare_front(self, leaf: UnifiedTreeNode) -> None:
-        """Part a leaf where the last waiting prompt leaves it: only what is behind may go.
+        """Part a leaf where the last pending prompt leaves it: only what is behind may go.
 
         Nobody waits for a document with another one's question, but for the document.
         """

@@ -10,7 +10,7 @@ from itertools import count, islice
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.deadlines import RateMeter
 from echo_sgl.policies.offline_order import PrefixNeed
-from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
+from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.sim.workload import SimRequest
 from echo_sgl.types import PendingRequest
 
@@ -21,14 +21,14 @@ class SimOfflinePool:
     """Waiting requests in policy order, and the paths of those that started.
 
     Estimates of work know answers that ended, never the true length of one that did not.
-    `on_change` is told each path whose request comes, starts or goes.
+    `on_change` is told each path whose request comes, goes or is resumed.
     """
 
     def __init__(self, order: DeadlineOrder) -> None:
         self._order, self._rate = order, RateMeter()
-        self._waiting: dict[str, tuple[SimRequest, PendingRequest]] = {}
+        # The request, what the policy knows of it, and whether it comes back.
+        self._waiting: dict[str, tuple[SimRequest, PendingRequest, bool]] = {}
         self._started: dict[str, PendingRequest] = {}
-        self._started_by_prefix = PrefixIndex()
         self._sequences = count()
         self._tokens_done = 0
         self.is_late = False  # whether a job would miss its window
@@ -42,9 +42,8 @@ class SimOfflinePool:
     def cursor(self) -> PrefixKey | None:
         return self._order.cursor
 
-    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]:
-        need = self._order.need(namespace, path)
-        return need.num_waiting + self._started_by_prefix.count_through(namespace, path), need
+    def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
+        return self._order.need(namespace, path)
 
     def shared_blocks(self, path: Sequence[int], *, at_least: int) -> int:
         return self._order.shared_tokens("", path, at_least=at_least)
@@ -61,16 +60,16 @@ class SimOfflinePool:
             work_tokens=request.seq_tokens + self._expected_output(request),
         )
         self._order.add(pending, resumed=resumed)
-        self._waiting[request.rid] = request, pending
+        self._waiting[request.rid] = request, pending, resumed
         self.on_change(request.blocks)
 
     def take(self, request: SimRequest) -> None:
         """Remove a request because it starts."""
-        _, pending = self._waiting.pop(request.rid)
+        _, pending, is_resumed = self._waiting.pop(request.rid)
         self._order.take(pending)
         self._started[request.rid] = pending
-        self._started_by_prefix.add(pending)
-        self.on_change(request.blocks)
+        if is_resumed:
+            self.on_change(request.blocks)
 
     def end(self, request: SimRequest) -> None:
         """A request that started is done."""
@@ -101,7 +100,7 @@ class SimOfflinePool:
 
     def _forget_start(self, request: SimRequest) -> None:
         if (pending := self._started.pop(request.rid, None)) is not None:
-            self._started_by_prefix.remove(pending)
+            self._order.end(pending)
             self.on_change(request.blocks)
 
     def _expected_output(self, request: SimRequest) -> int:

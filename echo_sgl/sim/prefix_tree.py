@@ -17,7 +17,7 @@ from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.types import Task
 
-_NO_NEED = PrefixNeed(num_waiting=0, walk_key=None, is_next=False)
+_NO_NEED = PrefixNeed(num_pending=0, walk_key=None, is_next=False)
 _MAX_UNSETTLED = 64
 
 
@@ -27,7 +27,7 @@ class Pending(Protocol):
     @property
     def cursor(self) -> PrefixKey | None: ...
 
-    def need(self, namespace: str, path: Sequence[int]) -> tuple[int, PrefixNeed]: ...
+    def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed: ...
 
     def shared_blocks(self, path: Sequence[int], *, at_least: int) -> int: ...
 
@@ -187,7 +187,7 @@ class PrefixTree:
         return freed
 
     def _spare_front(self, leaf: Node) -> None:
-        """Part a leaf where the last waiting path leaves it: only what is behind may go."""
+        """Part a leaf where the last pending path leaves it: only what is behind may go."""
         if not self.order.needs_pending or (leaf.facts is not None and leaf.facts.num_pending):
             return
         path = path_of(leaf)
@@ -308,15 +308,15 @@ class PrefixTree:
             self._settle(number)
 
     def _facts_of(self, node: Node) -> LeafFacts:
-        num_pending, need = 0, _NO_NEED
+        need = _NO_NEED
         if self.order.needs_pending:
-            num_pending, need = self.pending.need("", path_of(node))
+            need = self.pending.need("", path_of(node))
         return LeafFacts(
             leaf=node.number,
             last_access=node.last_access,
             task=node.task,
             is_protected=node.number in self.working_set,
-            num_pending=num_pending,
+            num_pending=need.num_pending,
             walk_key=need.walk_key,
             is_next=need.is_next,
         )

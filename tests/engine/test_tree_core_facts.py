@@ -157,11 +157,14 @@ class TreeFacts(RuleBasedStateMachine):
         """What holds KV of the device."""
         return self.nodes()
 
+    def pending(self) -> list[Any]:
+        return [*self.waiting.values(), *self.started.values()]
+
     def pending_through(self, node: Any) -> list[Any]:
         path, namespace = path_of(node), namespace_of(node.key)
         return [
             req
-            for req in (*self.waiting.values(), *self.started.values())
+            for req in self.pending()
             if namespace_of(req) == namespace and self.known_tokens(req)[: len(path)] == path
         ]
 
@@ -171,15 +174,13 @@ class TreeFacts(RuleBasedStateMachine):
         return [self.core.cached_tokens(req, self.known_tokens(req)) for req in waiting]
 
     def unneeded_tokens(self) -> int:
-        """What evictable leaves hold behind the point where the last waiting prompt leaves them."""
+        """What evictable leaves hold behind the point where the last pending prompt leaves them."""
         self.core.settle_all()
         num_tokens = 0
         for leaf in self.core.evictable_device_leaves:
             if worth_of(self.core.facts_of(leaf)) < Worth.PENDING:
                 path = path_of(leaf)
-                here = [
-                    r for r in self.waiting.values() if namespace_of(r) == namespace_of(leaf.key)
-                ]
+                here = [r for r in self.pending() if namespace_of(r) == namespace_of(leaf.key)]
                 known = [self.known_tokens(req) for req in here]
                 ends = range(len(path), len(path) - len(leaf.key), -self.page_size)
                 shared = (end for end in ends if any(one[:end] == path[:end] for one in known))
@@ -239,9 +240,10 @@ class NextUseFacts(TreeFacts):
         upcoming = [req.rid for req in self.pool.upcoming(10_000)]
         uses = []
         for node in victims:
-            waiting = [r.rid for r in self.pending_through(node) if r.rid in self.waiting]
-            if waiting and not facts[node.id].is_protected:
-                uses.append(min(upcoming.index(rid) for rid in waiting))
+            # What one that runs goes through is locked on a server, unless another computed it.
+            rids = [req.rid for req in self.pending_through(node)]
+            if rids and not facts[node.id].is_protected and not self.started.keys() & rids:
+                uses.append(min(map(upcoming.index, rids)))
         assert uses == sorted(uses, reverse=True)
         idle = [node for node in victims if not facts[node.id].num_pending]
         keys = [echo_key(facts[node.id]) for node in idle]

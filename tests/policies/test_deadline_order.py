@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 
 import pytest
@@ -64,7 +65,11 @@ def test_every_request_is_listed_once_whatever_is_urgent(requests, other, now_s,
             resumed.add(request.sequence)
         elif waiting:
             request = waiting.pop(listed(order)[choice % len(waiting)])
-            order.take(request) if action else order.remove(request)
+            if action:
+                order.take(request)
+                order.end(request)
+            else:
+                order.remove(request)
             gone.append(request)
     due = [number for number, one in waiting.items() if one.deadline_s is not None]
     assert len(order.book) == len(set(due) - resumed)
@@ -96,14 +101,13 @@ def test_need_is_exact_when_it_is_asked(requests, now_s, prefix, num_resumed):
     for request in requests:
         plain.add(request)
     resumed = requests[:num_resumed]
-    for request in resumed:
-        order.take(request)
-        order.add(request, resumed=True)
-        plain.take(request)
-        plain.add(request, resumed=True)
+    for request, one in itertools.product(resumed, (order, plain)):
+        one.take(request)
+        one.end(request)
+        one.add(request, resumed=True)
     urgent_s = order.escalate(now_s, rate_tokens_per_s=1.0)
     need, plain_need = (one.need("", tokens(prefix)) for one in (order, plain))
-    assert (need.num_waiting, need.walk_key) == (plain_need.num_waiting, plain_need.walk_key)
+    assert (need.num_pending, need.walk_key) == (plain_need.num_pending, plain_need.walk_key)
     through = [one for one in requests if one.prompt[: len(prefix)] == tokens(prefix)]
     ahead = [
         one
@@ -228,7 +232,7 @@ def test_next_use_eviction_keeps_what_urgent_work_needs_longest():
             LeafFacts(
                 leaf,
                 last_access=0.0,
-                num_pending=need.num_waiting,
+                num_pending=need.num_pending,
                 walk_key=need.walk_key,
                 is_next=need.is_next,
             )

@@ -67,22 +67,30 @@ def test_every_request_waits_exactly_once_until_it_is_taken_or_removed(name, pro
     order = ORDERS[name]()
     waiting = {number: pending(number, prompt) for number, prompt in enumerate(prompts)}
     started: list[PendingRequest] = []
+    removed: list[PendingRequest] = []
     for request in waiting.values():
         order.add(request)
     for action, choice in actions:
+        assert order.need("", array("q")).num_pending == len(waiting) + len(started)
         listed = [request.sequence for request in order.upcoming()]
         assert sorted(listed) == sorted(waiting)
         assert len(order) == len(waiting)
         oldest = order.oldest()
         assert (oldest.sequence if oldest else None) == min(waiting, default=None)
-        if action == "return" and started:
-            request = started.pop()
+        if action == "return" and (gone := started or removed):
+            if gone is started:
+                order.end(started[-1])
+            request = gone.pop()
             order.add(request, resumed=True)
             waiting[request.sequence] = request
         elif waiting and action != "return":
             request = waiting.pop(listed[choice % len(listed)])
-            order.take(request) if action == "take" else order.remove(request)
-            started.append(request)
+            if action == "take":
+                order.take(request)
+                started.append(request)
+            else:
+                order.remove(request)
+                removed.append(request)
     assert sorted(drain(order)) == sorted(waiting)
 
 

@@ -45,8 +45,8 @@ def test_an_event_in_the_past_is_refused() -> None:
 class Nobody:
     cursor = None
 
-    def need(self, namespace: str, path: MutableSequence[int]) -> tuple[int, PrefixNeed]:
-        return 0, PrefixNeed(num_waiting=0, walk_key=None, is_next=False)
+    def need(self, namespace: str, path: MutableSequence[int]) -> PrefixNeed:
+        return PrefixNeed(num_pending=0, walk_key=None, is_next=False)
 
     def shared_blocks(self, path: Sequence[int], *, at_least: int) -> int:
         return 0
