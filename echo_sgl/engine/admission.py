@@ -93,6 +93,7 @@ class EchoPrefillAdder(PrefillAdder):
     inflight: Sequence[Req] = ()
     yields_to_priorities: bool = False
     trades_places: bool = False
+    _growth: tuple[int, int, float] | None = None
 
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
@@ -160,39 +161,54 @@ class EchoPrefillAdder(PrefillAdder):
     def _add_offline(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        # SGLang tracks one unfinished chunk only; it has used up what this step had.
-        spent = self.offline_tokens_left is not None and self.offline_tokens_left <= 0
-        if has_chunked_req or spent:
-            self.control.refuse(Reason.ORDER, req.rid)
-            return AddReqResult.OTHER
-        if self._prefix_is_being_computed(req):
-            self.control.refuse(Reason.PREFIX, req.rid)
-            return AddReqResult.OTHER
-        if self.kv_limits is None:
-            return self._add_within_limit(req, has_chunked_req, truncation_align_size)
-        running = [self.running_batch.reqs[index] for index in self._offline_running()]
-        planned_tokens = self.planned_tokens + self._growth_tokens(req, running)
-        num_offline = 1 + len(running) + len(self.control.parked) + (self.planned_tokens > 0)
-        if self.kv_limits.holds_back(req, planned_tokens, num_offline):
-            facts = self.kv_limits.facts(req, planned_tokens, num_offline)
-            self.control.refuse(Reason.RESERVE, req.rid, **facts)
+        with self.control.own_time:
+            is_refused = self._refuses(req, has_chunked_req)
+        if is_refused:
             return AddReqResult.OTHER
         result = self._add_within_limit(req, has_chunked_req, truncation_align_size)
-        if self._was_added(req):
+        if self.kv_limits is not None and self._was_added(req):
             # Its prefix is locked and so active from here on; the rest is only promised.
             self.planned_tokens += req.seqlen - req.prefix_len
             self.kv_limits.note_start(req)
         return result
 
-    def _growth_tokens(self, req: Req, others: Sequence[Req]) -> int:
-        """What these offline requests and this one are yet to generate, as SGLang expects it.
+    def _refuses(self, req: Req, has_chunked_req: bool) -> bool:
+        """Whether an offline request is to wait, however much time and memory the step has."""
+        # SGLang tracks one unfinished chunk only; it has used up what this step had.
+        spent = self.offline_tokens_left is not None and self.offline_tokens_left <= 0
+        if has_chunked_req or spent:
+            self.control.refuse(Reason.ORDER, req.rid)
+            return True
+        if self._prefix_is_being_computed(req):
+            self.control.refuse(Reason.PREFIX, req.rid)
+            return True
+        if self.kv_limits is None:
+            return False
+        num_running, growth_tokens = self._offline_growth()
+        planned_tokens = self.planned_tokens
+        if num_running or planned_tokens:
+            # Without this headroom they would outgrow the limit soon and be retracted again. One
+            # alone may try: most answers end before their limit.
+            growth_tokens += self._get_running_request_total_token_offset(req)
+            planned_tokens += int(growth_tokens)
+        num_offline = 1 + num_running + len(self.control.parked) + (self.planned_tokens > 0)
+        if not self.kv_limits.holds_back(req, planned_tokens, num_offline):
+            return False
+        facts = self.kv_limits.facts(req, planned_tokens, num_offline)
+        self.control.refuse(Reason.RESERVE, req.rid, **facts)
+        return True
 
-        Without this headroom they would outgrow the limit soon and be retracted again. One
-        alone may try: most answers end before their limit.
+    def _offline_growth(self) -> tuple[int, float]:
+        """How many offline requests run on, and how many tokens SGLang expects of them yet.
+
+        Counted once a pass, and again when one left.
         """
-        if not others and not self.planned_tokens:
-            return 0
-        return int(sum(map(self._get_running_request_total_token_offset, [*others, req])))
+        num_left = len(self.preempt_list)
+        if self._growth is None or self._growth[0] != num_left:
+            running = [self.running_batch.reqs[index] for index in self._offline_running()]
+            tokens = sum(map(self._get_running_request_total_token_offset, running))
+            self._growth = num_left, len(running), tokens
+        return self._growth[1:]
 
     def _add_within_limit(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
