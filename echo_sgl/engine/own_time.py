@@ -14,15 +14,20 @@ class OwnTime:
 
     What other processes take of the core meanwhile is not counted: it may hit any code, and says
     how many cores there are, not what ours costs. Iterations of the scheduler's loop that run
-    nothing are not steps and leave no value.
+    nothing are not steps and leave no value. What is done after a step was launched, as for
+    requests that ended in the one before, counts for the next step.
     """
 
     def __init__(self) -> None:
         self.steps_s: deque[float] = deque(maxlen=CAPACITY)
         self._sum_s = self._start_s = 0.0
+        self._depth = 0
+        self._has_run = False
 
     def __enter__(self) -> None:
-        self._start_s = time.thread_time()
+        if not self._depth:
+            self._start_s = time.thread_time()
+        self._depth += 1
 
     def __exit__(
         self,
@@ -30,12 +35,17 @@ class OwnTime:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._sum_s += time.thread_time() - self._start_s
+        self._depth -= 1
+        if not self._depth:
+            self._sum_s += time.thread_time() - self._start_s
 
     def begin_iteration(self) -> None:
-        self._sum_s = 0.0
+        if not self._has_run:
+            self._sum_s = 0.0
+        self._has_run = False
 
     def end_step(self) -> float:
         """Keep the sum as this step's value, and return it."""
-        self.steps_s.append(self._sum_s)
-        return self._sum_s
+        spent_s, self._sum_s, self._has_run = self._sum_s, 0.0, True
+        self.steps_s.append(spent_s)
+        return spent_s

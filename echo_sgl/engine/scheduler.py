@@ -125,12 +125,13 @@ class EchoScheduler(PoolIntake):
             self.weighing = Weighing(core, allocator, self.deadline_watch, num_candidates)
 
     def _request_ended(self, req: Req) -> None:
-        self.step_control.note_end(req)
-        self.recording.note_end(req, self.echo_clock.now_s)
-        if is_offline(req):
-            self.deadline_watch.note_end(req)
-            self.offline_pool.end(req)
-            self.echo_metrics.observe_offline_end(getattr(req, "echo_recomputed_tokens", 0))
+        with self.step_control.own_time:
+            self.step_control.note_end(req)
+            self.recording.note_end(req, self.echo_clock.now_s)
+            if is_offline(req):
+                self.deadline_watch.note_end(req)
+                self.offline_pool.end(req)
+                self.echo_metrics.observe_offline_end(getattr(req, "echo_recomputed_tokens", 0))
 
     def init_invariant_checker(self) -> None:
         super().init_invariant_checker()
