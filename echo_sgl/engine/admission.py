@@ -182,19 +182,27 @@ class EchoPrefillAdder(PrefillAdder):
         if self._prefix_is_being_computed(req):
             self.control.refuse(Reason.PREFIX, req.rid)
             return True
-        if self.kv_limits is None:
+        return self.kv_limits is not None and self._refuses_for_reserve(req, self.kv_limits)
+
+    def _refuses_for_reserve(self, req: Req, limits: KvLimits) -> bool:
+        """Whether offline requests would hold more than the reserve leaves with this one, too.
+
+        Without headroom for what they are yet to generate they would outgrow it soon and be
+        retracted again. One alone may try: most answers end before their limit.
+        """
+        own_growth_tokens = self._get_running_request_total_token_offset(req)
+        # SGLang has summed up what all that run are yet to generate, online ones included.
+        most_tokens = int(self.memory_budget.total_offset + own_growth_tokens)
+        if limits.has_room(req, self.planned_tokens + most_tokens):
             return False
         num_running, growth_tokens = self._offline_growth()
         planned_tokens = self.planned_tokens
         if num_running or planned_tokens:
-            # Without this headroom they would outgrow the limit soon and be retracted again. One
-            # alone may try: most answers end before their limit.
-            growth_tokens += self._get_running_request_total_token_offset(req)
-            planned_tokens += int(growth_tokens)
+            planned_tokens += int(growth_tokens + own_growth_tokens)
         num_offline = 1 + num_running + len(self.control.parked) + (self.planned_tokens > 0)
-        if not self.kv_limits.holds_back(req, planned_tokens, num_offline):
+        if not limits.holds_back(req, planned_tokens, num_offline):
             return False
-        facts = self.kv_limits.facts(req, planned_tokens, num_offline)
+        facts = limits.facts(req, planned_tokens, num_offline)
         self.control.refuse(Reason.RESERVE, req.rid, **facts)
         return True
 

@@ -76,6 +76,17 @@ class KvLimits:
         """What starting this request would make active: its prefix may be held already."""
         return int(req.seqlen) - self._locked_prefix_tokens(req)
 
+    def has_room(self, req: Any, planned_tokens: int) -> bool:
+        """Whether the request may start beside others, `planned_tokens` being promised at most.
+
+        Quick to say yes; a no is for `holds_back` to confirm.
+        """
+        total = self.offline_tokens + planned_tokens + self.new_tokens(req)
+        has_room = total <= self.offline_limit_tokens
+        if has_room:
+            self._holds_back = False
+        return has_room
+
     def holds_back(self, req: Any, planned_tokens: int, num_offline: int) -> bool:
         """Whether the request must wait for the reserve, `planned_tokens` being promised.
 
