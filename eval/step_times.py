@@ -54,6 +54,7 @@ SHARED_TOKENS, MOST_TOKENS = 600, 900
 RECURRING_SHARE, RECURRING_TOKENS = 0.25, (30, 90, 200, 450)
 QUANTILE = 0.95
 LIVE_WARM_UP_STEPS = 50
+MIN_ALIKE = 10
 
 
 async def live_traffic(server: Server, vocab: int, options: argparse.Namespace) -> None:
@@ -121,8 +122,8 @@ def live_errors(model: BatchTimeModel, samples: Samples) -> dict[str, tuple[floa
 def scatter(samples: Samples) -> dict[StepKind, float]:
     """What steps are off by when only chance differs: no model's MAPE is less.
 
-    By kind, of those that have steps alike: the same row, or, of decodes, the same requests one
-    token later. Two times of one mean differ by sqrt(2) times as much as each from it.
+    By kind, of those that have enough steps alike: the same row, or, of decodes, the same
+    requests one token later. Two times of one mean differ by sqrt(2) times as much as each from it.
     """
     rows, times_s = samples
     batches = [BatchRow(*map(int, row)) for row in rows]
@@ -135,7 +136,8 @@ def scatter(samples: Samples) -> dict[StepKind, float]:
         if alike_s is not None:
             differences.setdefault(row.kind, []).append(abs(time_s / alike_s - 1.0))
         last_s[row] = time_s
-    return {kind: float(np.mean(off) / np.sqrt(2)) for kind, off in differences.items()}
+    enough = {kind: off for kind, off in differences.items() if len(off) >= MIN_ALIKE}
+    return {kind: float(np.mean(off) / np.sqrt(2)) for kind, off in enough.items()}
 
 
 def _follows(row: BatchRow, before: BatchRow) -> bool:

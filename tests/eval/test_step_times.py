@@ -15,7 +15,7 @@ from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
 from eval.corun import RESULTS_DIR
 from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
-from eval.step_times import QUANTILE, live_errors, scatter
+from eval.step_times import MIN_ALIKE, QUANTILE, live_errors, scatter
 
 
 def test_steps_read_back_as_they_were_written(tmp_path: Path) -> None:
@@ -73,12 +73,18 @@ def test_scatter_is_what_a_perfect_model_would_be_off_by(rows: list[BatchRow]) -
     }
 
 
+def test_only_enough_steps_of_one_shape_tell_how_much_they_scatter() -> None:
+    rows = decodes(MIN_ALIKE + 1)
+    assert scatter((rows_of(rows), np.full(len(rows), 0.01))) == {StepKind.DECODE: 0.0}
+    assert scatter((rows_of(rows[:-1]), np.full(len(rows) - 1, 0.01))) == {}
+
+
 def test_steps_of_other_requests_do_not_scatter() -> None:
-    first, second = decodes(2)
+    rows = decodes(MIN_ALIKE + 1)
     others = [
-        BatchRow(0, 0, 0, 0, 2, second.decode_tokens + 50, 400),  # another pair
-        BatchRow(1, 8, 0, 64, 2, second.decode_tokens, 301),  # a prefill with them
+        BatchRow(0, 0, 0, 0, 2, rows[-1].decode_tokens + 50, 400),  # another pair
+        BatchRow(1, 8, 0, 64, 2, rows[-1].decode_tokens, 301),  # a prefill with them
     ]
-    assert scatter((rows_of([first, second]), np.array([0.01, 0.01]))) == {StepKind.DECODE: 0.0}
     for other in others:
-        assert scatter((rows_of([first, other]), np.array([0.01, 0.03]))) == {}
+        times_s = np.full(len(rows), 0.01)
+        assert scatter((rows_of([*rows[:-1], other]), times_s)) == {}
