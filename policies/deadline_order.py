@@ -81,12 +81,13 @@ class DeadlineOrder(OfflineOrder):
         self._other.remove(request)
         self._forget(request)
 
-    def take(self, request: PendingRequest, *, is_aside: bool = False) -> None:
+    def take(self, request: PendingRequest, *, is_aside: bool = False) -> bool:
         is_ahead = self._is_ahead(request)
-        self._other.take(request, is_aside=is_aside or is_ahead)
+        was_resumed = self._other.take(request, is_aside=is_aside or is_ahead)
         self._forget(request)
         if is_ahead:
             self._walk.advance(self.__contains__)
+        return was_resumed
 
     def end(self, request: PendingRequest) -> None:
         self._other.end(request)

@@ -101,18 +101,20 @@ class OfflineOrder(ABC):
             del self._by_age[request.sequence]
             self._by_prefix.remove(request)
 
-    def take(self, request: PendingRequest, *, is_aside: bool = False) -> None:
+    def take(self, request: PendingRequest, *, is_aside: bool = False) -> bool:
         """A request was picked from `upcoming`: it waits no more. Errors: as `remove`.
 
+        True if it was resumed: then nobody may be next on its prefix any more, see `PrefixNeed`.
         `is_aside`: somebody else picked it, and this order goes on where it stands.
         """
         if self._resumed.pop(request.sequence, None) is not None:
             self._resumed_by_prefix.remove(request)
             self._by_prefix.add(request)
-        else:
-            del self._by_age[request.sequence]
-            if not is_aside:
-                self._advance(request)
+            return True
+        del self._by_age[request.sequence]
+        if not is_aside:
+            self._advance(request)
+        return False
 
     def end(self, request: PendingRequest) -> None:
         """Forget a request that was taken: it ended, or comes back to wait."""

@@ -20,7 +20,6 @@ class _Waiting(PendingRequest):
     req: Any
     entry_s: float
     num_tokens: int
-    is_resumed: bool
 
 
 class OfflinePool:
@@ -81,7 +80,6 @@ class OfflinePool:
             req=req,
             entry_s=entry_s,
             num_tokens=req.seqlen,
-            is_resumed=resumed,
         )
         self._order.add(waiting, resumed=resumed)
         self._waiting[req.rid] = waiting
@@ -102,9 +100,8 @@ class OfflinePool:
     def take(self, req: Any) -> None:
         """Remove a request because it starts."""
         waiting = self._pop(req.rid)
-        self._order.take(waiting)
         self._started[req.rid] = waiting
-        if waiting.is_resumed:
+        if self._order.take(waiting):
             self._changed(waiting)
 
     def end(self, req: Any) -> None:

@@ -26,8 +26,7 @@ class SimOfflinePool:
 
     def __init__(self, order: DeadlineOrder) -> None:
         self._order, self._rate = order, RateMeter()
-        # The request, what the policy knows of it, and whether it comes back.
-        self._waiting: dict[str, tuple[SimRequest, PendingRequest, bool]] = {}
+        self._waiting: dict[str, tuple[SimRequest, PendingRequest]] = {}
         self._started: dict[str, PendingRequest] = {}
         self._sequences = count()
         self._tokens_done = 0
@@ -60,15 +59,13 @@ class SimOfflinePool:
             work_tokens=request.seq_tokens + self._expected_output(request),
         )
         self._order.add(pending, resumed=resumed)
-        self._waiting[request.rid] = request, pending, resumed
+        self._waiting[request.rid] = request, pending
         self.on_change(request.blocks)
 
     def take(self, request: SimRequest) -> None:
         """Remove a request because it starts."""
-        _, pending, is_resumed = self._waiting.pop(request.rid)
-        self._order.take(pending)
-        self._started[request.rid] = pending
-        if is_resumed:
+        _, self._started[request.rid] = self._waiting.pop(request.rid)
+        if self._order.take(self._started[request.rid]):
             self.on_change(request.blocks)
 
     def end(self, request: SimRequest) -> None:

@@ -68,6 +68,7 @@ def test_every_request_waits_exactly_once_until_it_is_taken_or_removed(name, pro
     waiting = {number: pending(number, prompt) for number, prompt in enumerate(prompts)}
     started: list[PendingRequest] = []
     removed: list[PendingRequest] = []
+    resumed: set[int] = set()
     for request in waiting.values():
         order.add(request)
     for action, choice in actions:
@@ -82,11 +83,12 @@ def test_every_request_waits_exactly_once_until_it_is_taken_or_removed(name, pro
                 order.end(started[-1])
             request = gone.pop()
             order.add(request, resumed=True)
+            resumed.add(request.sequence)
             waiting[request.sequence] = request
         elif waiting and action != "return":
             request = waiting.pop(listed[choice % len(listed)])
             if action == "take":
-                order.take(request)
+                assert order.take(request) == (request.sequence in resumed)
                 started.append(request)
             else:
                 order.remove(request)
