@@ -119,8 +119,8 @@ class SchedulerMetrics:
     def create(*, enabled: bool) -> SchedulerMetrics:
         return SchedulerMetrics() if enabled else _NoSchedulerMetrics()
 
-    def observe_offline_end(self, recomputed_tokens: int) -> None:
-        self._cache.observe_end(recomputed_tokens)
+    def note_offline_end(self, recomputed_tokens: int) -> None:
+        self._cache.note_end(recomputed_tokens)
 
     def publish(
         self,
@@ -130,7 +130,8 @@ class SchedulerMetrics:
         control: StepControl,
         now_s: float,
     ) -> None:
-        """Once per iteration of the loop; steps are counted in now and then, gauges once a second.
+        """Once per iteration of the loop; steps and ends are counted in now and then, gauges once a
+        second.
 
         And at once when nothing waits or runs any more: an idle scheduler may sleep, so what
         stands there last must be right.
@@ -142,6 +143,7 @@ class SchedulerMetrics:
         if now_s >= self._next_steps_s or has_settled:
             self._next_steps_s = now_s + STEPS_PUBLISH_INTERVAL_S
             self._steps.observe(control)
+            self._cache.count_ends()
         if now_s < self._next_publish_s and not has_settled:
             return
         self._next_publish_s = now_s + POOL_PUBLISH_INTERVAL_S
@@ -157,7 +159,7 @@ class _NoSchedulerMetrics(SchedulerMetrics):
     def __init__(self) -> None:
         pass
 
-    def observe_offline_end(self, recomputed_tokens: int) -> None:
+    def note_offline_end(self, recomputed_tokens: int) -> None:
         pass
 
     def publish(

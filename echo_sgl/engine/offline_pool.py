@@ -104,11 +104,16 @@ class OfflinePool:
         if self._order.take(waiting):
             self._changed(waiting)
 
-    def end(self, req: Any) -> None:
-        """Forget a request that started, if it is known: it ended, or comes back to wait."""
+    def end(self, req: Any, *, num_cached_tokens: int = 0) -> None:
+        """Forget a request that started, if it is known: it ended, or comes back to wait.
+
+        `num_cached_tokens`: so many of its tokens the cache took in just now. If its prompt is
+        among them, no leaf further up is the end of what it waited for, and nobody is told.
+        """
         if (started := self._started.pop(req.rid, None)) is not None:
             self._order.end(started)
-            self._changed(started)
+            if num_cached_tokens < len(started.prompt):
+                self._changed(started)
 
     def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
         """Echo's reference count of a prefix, and which requests it counts."""

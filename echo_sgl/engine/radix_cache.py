@@ -22,10 +22,11 @@ TREE_CORE_NAME = "echo"
 class EchoRadixCache(UnifiedRadixCache):
     """The cache that every server with `cache.order` other than "stock" runs on.
 
-    `on_end` is called with each request whose KV is released because it ended.
+    `on_end` is called with each request whose KV is released because it ended, and how many of
+    its tokens the tree took in just then.
     """
 
-    on_end: Callable[[Any], None] | None = None
+    on_end: Callable[[Any, int], None] | None = None
 
     def __init__(self, params: Any) -> None:
         if active_config().cache.order != "stock" and not params.disable:
@@ -47,7 +48,7 @@ class EchoRadixCache(UnifiedRadixCache):
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         if self.on_end is not None and req.finished():
-            self.on_end(req)
+            self.on_end(req, req.owned_kv_len() if checkpointed else 0)
 
 
 def _create_tree_core(params: Any, components: Any) -> EchoTreeCore:

@@ -124,14 +124,14 @@ class EchoScheduler(PoolIntake):
             num_candidates = active_config().steps.candidates
             self.weighing = Weighing(core, allocator, self.deadline_watch, num_candidates)
 
-    def _request_ended(self, req: Req) -> None:
+    def _request_ended(self, req: Req, num_cached_tokens: int) -> None:
         with self.step_control.own_time:
             self.step_control.note_end(req)
             self.recording.note_end(req, self.echo_clock.now_s)
             if is_offline(req):
                 self.deadline_watch.note_end(req)
-                self.offline_pool.end(req)
-                self.echo_metrics.observe_offline_end(getattr(req, "echo_recomputed_tokens", 0))
+                self.offline_pool.end(req, num_cached_tokens=num_cached_tokens)
+                self.echo_metrics.note_offline_end(getattr(req, "echo_recomputed_tokens", 0))
 
     def init_invariant_checker(self) -> None:
         super().init_invariant_checker()
@@ -151,10 +151,11 @@ class EchoScheduler(PoolIntake):
     # ---- one step --------------------------------------------------------------------------
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        requests, measured = self.echo_clock.take_ticks(recv_reqs)
-        super().process_input_requests(requests)
         own_time = self.step_control.own_time
         own_time.begin_iteration()
+        with own_time:
+            requests, measured = self.echo_clock.take_ticks(recv_reqs)
+        super().process_input_requests(requests)
         with own_time:
             self._advance(measured)
 

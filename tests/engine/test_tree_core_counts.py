@@ -65,6 +65,26 @@ def test_cached_tokens_follow_the_last_user_and_fall_with_eviction(cache):
     assert cache.tree_core.counts.cached_tokens == {Task.ONLINE: 0, Task.OFFLINE: 0}
 
 
+@pytest.mark.parametrize("num_computed", [20, 31])
+def test_a_leaf_learns_that_a_request_ended_whether_it_was_computed_or_not(cache, num_computed):
+    prompt = [*DOCUMENT[:30], 1]
+    put(cache, prompt[:30], Task.OFFLINE)
+    put(cache, [*prompt[:20], *OTHER], Task.OFFLINE)  # the document's leaf begins at 20
+    req = wait_for(cache, "r1", prompt)
+    cache.pool.upcoming(1)
+    cache.pool.take(req)
+    assert leaves(cache) == [(30, 0), (10, 1)]
+    put(cache, prompt[:num_computed], Task.OFFLINE)
+    cache.pool.end(req, num_cached_tokens=num_computed)
+    assert leaves(cache) == [(30, 0), (10 if num_computed == 20 else 1, 0)]
+
+
+def leaves(cache: Any) -> list[tuple[int, int]]:
+    """Tokens of each leaf, and how many pending requests it is known to be needed by."""
+    victims = cache.tree_core.next_victims()
+    return sorted(((tokens, facts.num_pending) for tokens, facts in victims), reverse=True)
+
+
 def test_evictions_are_counted_by_what_the_tokens_were_worth(cache):
     put(cache, DOCUMENT, Task.OFFLINE)
     put(cache, OTHER, Task.ONLINE)

@@ -91,6 +91,19 @@ class TreeFacts(RuleBasedStateMachine):
         elif self.started.pop(req.rid, None):
             self.pool.end(req)
 
+    @rule(req=consumes(requests), output=pages, num_computed=st.integers(0, 10))
+    def finish(self, req: Any, output: list[int], num_computed: int) -> None:
+        """Its KV is put into the tree just before it ends; an aborted one has less of it."""
+        if not self.started.pop(req.rid, None):
+            return
+        tokens = list(self.known_tokens(req)) + self.tokens(output)
+        tokens = tokens[: (1 + num_computed) * self.page_size]
+        self.core.user = Task.OFFLINE
+        has_room = self.allocator.available_size() >= len(tokens)
+        if has_room:
+            insert(self.cache, self.allocator, tokens, req.extra_key)
+        self.pool.end(req, num_cached_tokens=len(tokens) if has_room else 0)
+
     @rule(req=requests, output=pages)
     def retract(self, req: Any, output: list[int]) -> None:
         if self.started.pop(req.rid, None):
