@@ -105,13 +105,20 @@ class DeadlineOrder(OfflineOrder):
     def shared_tokens(self, namespace: str, path: Sequence[int], *, at_least: int) -> int:
         return self._other.shared_tokens(namespace, path, at_least=at_least)
 
-    def unstarted(self) -> Iterator[PendingRequest]:
+    def unstarted(self, *, looks_only: bool = False) -> Iterator[PendingRequest]:
+        others = self._other.unstarted(looks_only=looks_only)
         if not self._ahead:
-            return self._other.unstarted()
+            return others
+        behind = (request for request in others if not self._is_ahead(request))
+        if looks_only:
+            return chain(self._requests_ahead(), behind)
+        # Since the last listing others may have come, or another deadline be urgent.
+        self._walk.forget()
+        return chain(self._walk.listing(self._requests_ahead), behind)
+
+    def _requests_ahead(self) -> Iterator[PendingRequest]:
         cursor = self._walk.cursor or self._other.cursor
-        ahead = chain.from_iterable(self.book.walk(one, cursor) for one in self._ahead)
-        behind = (request for request in self._other.unstarted() if not self._is_ahead(request))
-        return chain(self._walk.listing(ahead), behind)
+        return chain.from_iterable(self.book.walk(one, cursor) for one in self._ahead)
 
     def _is_ahead(self, request: PendingRequest) -> bool:
         return request.deadline_s in self._ahead and request.sequence not in self._resumed

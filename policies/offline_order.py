@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from sortedcontainers import SortedDict
 
@@ -36,23 +37,39 @@ class Walk:
     """Where a walk over prompts in prefix order stands: behind what was taken without a gap.
 
     What is listed may be taken in another order; who was passed over is listed first again.
+    It remembers whom it came across ahead, at least `NUM_AHEAD` at a time, until `forget`: another
+    one came, or it goes elsewhere. Who was taken or ended stays among them.
     """
+
+    NUM_AHEAD = 16
 
     def __init__(self) -> None:
         self.cursor: PrefixKey | None = None
-        self._listed: deque[PendingRequest] = deque()
+        self._ahead: deque[PendingRequest] = deque()
 
-    def listing(self, requests: Iterator[PendingRequest]) -> Iterator[PendingRequest]:
-        """The same requests; it is from these that the next ones are taken."""
-        self._listed.clear()
-        for request in requests:
-            self._listed.append(request)
-            yield request
+    def listing(self, requests: Callable[[], Iterator[PendingRequest]]) -> Iterator[PendingRequest]:
+        """Those ahead, in order; `requests` walks over all that wait, from the cursor on."""
+        number = 0
+        while number < len(self._ahead) or self._look_ahead(requests()):
+            yield self._ahead[number]
+            number += 1
+
+    def forget(self) -> None:
+        """The next listing looks anew who is ahead."""
+        self._ahead.clear()
 
     def advance(self, is_waiting: Callable[[PendingRequest], bool]) -> None:
         """Something was taken: go on to the first that still waits."""
-        while self._listed and not is_waiting(self._listed[0]):
-            self.cursor = prefix_key(self._listed.popleft())
+        while self._ahead and not is_waiting(self._ahead[0]):
+            self.cursor = prefix_key(self._ahead.popleft())
+
+    def _look_ahead(self, requests: Iterator[PendingRequest]) -> bool:
+        """Whether there are more than those that were remembered; some are now."""
+        num_known, known = len(self._ahead), {request.sequence for request in self._ahead}
+        others = (request for request in requests if request.sequence not in known)
+        # Twice as many each time: a listing of all walks past each of them a few times.
+        self._ahead.extend(islice(others, max(self.NUM_AHEAD, num_known)))
+        return len(self._ahead) > num_known
 
 
 class OfflineOrder(ABC):
@@ -120,12 +137,14 @@ class OfflineOrder(ABC):
         """Forget a request that was taken: it ended, or comes back to wait."""
         self._by_prefix.remove(request)
 
-    def upcoming(self) -> Iterator[PendingRequest]:
+    def upcoming(self, *, looks_only: bool = False) -> Iterator[PendingRequest]:
         """All waiting requests, next pick first; lazy, so the first k cost O(k + log n).
 
         The order holds until the next `add`, `remove` or `take`; do not mutate while iterating.
+        `looks_only`: nobody is taken from these, and nothing is remembered. All ranks must list
+        alike for those that are taken; who asks one of them what is in line looks only.
         """
-        return itertools.chain(self._resumed.values(), self.unstarted())
+        return itertools.chain(self._resumed.values(), self.unstarted(looks_only=looks_only))
 
     def oldest(self) -> PendingRequest | None:
         """The waiting request with the lowest sequence number."""
@@ -152,8 +171,8 @@ class OfflineOrder(ABC):
         return None
 
     @abstractmethod
-    def unstarted(self) -> Iterator[PendingRequest]:
-        """The requests that have not started, next pick first."""
+    def unstarted(self, *, looks_only: bool = False) -> Iterator[PendingRequest]:
+        """The requests that have not started, next pick first; see `upcoming`."""
 
     def _advance(self, request: PendingRequest) -> None:
         """Note that a request that had not started was picked."""
@@ -162,7 +181,7 @@ class OfflineOrder(ABC):
 class FcfsOrder(OfflineOrder):
     """First come, first served."""
 
-    def unstarted(self) -> Iterator[PendingRequest]:
+    def unstarted(self, *, looks_only: bool = False) -> Iterator[PendingRequest]:
         return iter(self._by_age.values())
 
 
@@ -200,12 +219,18 @@ class PsmOrder(OfflineOrder):
         self._num_picked += 1
         if self._follow:
             self._follow.popleft()
-        self._walk.advance(self.__contains__)
+        self._walk.advance(self._is_unstarted)
 
-    def unstarted(self) -> Iterator[PendingRequest]:
+    def add(self, request: PendingRequest, *, resumed: bool = False) -> None:
+        super().add(request, resumed=resumed)
+        if not resumed:
+            self._walk.forget()
+
+    def unstarted(self, *, looks_only: bool = False) -> Iterator[PendingRequest]:
         seen: set[int] = set()
         by_age = (self._by_age[one] for one in self._by_age if one not in seen)
-        by_prefix = self._walk.listing(self._in_prefix_order(seen))
+        walk = self._around_cursor() if looks_only else self._walk.listing(self._around_cursor)
+        by_prefix = (one for one in walk if self._is_unstarted(one) and one.sequence not in seen)
         for num_ahead in itertools.count():
             request = next(by_prefix if self._follows_prefix(num_ahead) else by_age, None)
             if request is None:
@@ -220,11 +245,12 @@ class PsmOrder(OfflineOrder):
             self._follow.append(draw < self._utility_ratio)
         return self._follow[num_ahead]
 
-    def _in_prefix_order(self, seen: set[int]) -> Iterator[PendingRequest]:
-        """Depth first from behind the cursor, then from the start; without those in `seen`."""
-        for request in self._by_prefix.around(self.cursor):
-            if request.sequence in self._by_age and request.sequence not in seen:
-                yield request
+    def _around_cursor(self) -> Iterator[PendingRequest]:
+        """Depth first from behind the cursor, then from the start."""
+        return filter(self._is_unstarted, self._by_prefix.around(self.cursor))
+
+    def _is_unstarted(self, request: PendingRequest) -> bool:
+        return self._by_age.get(request.sequence) is request
 
 
 def uniform_draw(seed: int, index: int) -> float:

@@ -118,7 +118,7 @@ def _details(scheduler: EchoScheduler, state: State, req: Any) -> dict[str, Any]
 
 def _pooled(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
     num_first = len(scheduler.waiting_queue) + _num_between_chunks(scheduler)
-    upcoming = scheduler.offline_pool.upcoming(MAX_WALKED)
+    upcoming = scheduler.offline_pool.upcoming(MAX_WALKED, looks_only=True)
     place = next((i for i, other in enumerate(upcoming) if other is req), None)
     num_before = num_first + (MAX_WALKED if place is None else place)
     return {

@@ -92,9 +92,12 @@ class OfflinePool:
         waiting = self._waiting.get(rid)
         return waiting.req if waiting is not None else None
 
-    def upcoming(self, limit: int) -> list[Any]:
-        """The next `limit` requests in the policy's order; they stay in the pool."""
-        waiting: Iterator[Any] = islice(self._order.upcoming(), limit)
+    def upcoming(self, limit: int, *, looks_only: bool = False) -> list[Any]:
+        """The next `limit` requests in the policy's order; they stay in the pool.
+
+        `looks_only`: for one rank alone, see `OfflineOrder.upcoming`.
+        """
+        waiting: Iterator[Any] = islice(self._order.upcoming(looks_only=looks_only), limit)
         return [one.req for one in waiting]
 
     def take(self, req: Any) -> None:
