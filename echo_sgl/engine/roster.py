@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from sglang.srt.managers.schedule_batch import Req
@@ -19,8 +18,6 @@ class Part(IntEnum):
     OFFLINE = 1
     # It is still there, but has ended, or is offline and may not sit out.
     LEAVING = 2
-    # It is about to be looked up.
-    UNKNOWN = 3
 
 
 class Roster:
@@ -29,17 +26,16 @@ class Roster:
     Each step that decodes gives all of them one token more, so that one of those that stayed
     tells of the others. The first token may come apart from theirs: who has none yet is looked up
     again, as is who is about to leave. An offline one that is aborted counts until it ends.
-    Those that stay keep their order, as in SGLang's batches; who does not is looked up.
     """
 
-    __slots__ = ("_again", "_num_grown", "_parts", "_reqs", "_tokens")
+    __slots__ = ("_again", "_contexts", "_held", "_num_grown", "_parts")
 
     def __init__(self) -> None:
-        # All in the batch's order, and close together in memory.
-        self._reqs: list[Req] = []
-        self._parts = bytearray()
-        # Contexts as they were, before all grew by `_num_grown` tokens.
-        self._tokens = array("q")
+        # By identity, with the requests themselves, so that no other one takes it over.
+        self._held: dict[int, Req] = {}
+        self._parts: dict[int, Part] = {}
+        # Those of each part, as they were before all grew by `_num_grown` tokens.
+        self._contexts: tuple[dict[int, int], ...] = tuple({} for _ in Part)
         self._num_grown = 0
         self._again: set[int] = set()
 
@@ -55,53 +51,42 @@ class Roster:
         """It is these now; by how many tokens those that stayed have grown since this was told
         last, and whether other online ones are here.
         """
-        num_before = self._parts.count(Part.ONLINE)
-        came = self._keep(reqs)
-        num_stayed = self._parts.count(Part.ONLINE)
+        here, online = set(map(id, reqs)), self._contexts[Part.ONLINE]
+        had_online = set(online)
+        self._drop(self._again.union(self._held.keys() - here))
+        self._again = set()
         grown = self._growth()
         self._num_grown += grown
-        for place in came:
-            self._look_up(place, now_s)
-        return grown, not num_before == num_stayed == self._parts.count(Part.ONLINE)
+        came = here - self._held.keys()
+        if came:
+            self._look_up([req for req in reqs if id(req) in came], now_s)
+        return grown, online.keys() != had_online or not came.isdisjoint(had_online)
 
     def contexts(self, part: Part) -> Contexts:
         """Of those that count as this."""
-        each = zip(self._parts, self._tokens, strict=True)
-        return Contexts.of([tokens for one, tokens in each if one == part]).longer(self._num_grown)
+        return Contexts.of(list(self._contexts[part].values())).longer(self._num_grown)
 
     def reqs_of(self, part: Part) -> list[Req]:
-        """In the batch's order."""
-        return [req for one, req in zip(self._parts, self._reqs, strict=True) if one == part]
+        """In the order in which they came."""
+        return [self._held[key] for key in self._contexts[part]]
 
-    def _keep(self, reqs: Sequence[Req]) -> list[int]:
-        """Go over to these requests; the places of those that are to be looked up."""
-        held, again, number = self._reqs, self._again, 0
-        parts, tokens, came = bytearray(), array("q"), []
-        for place, req in enumerate(reqs):
-            while number < len(held) and held[number] is not req:
-                number += 1
-            if number < len(held) and id(req) not in again:
-                parts.append(self._parts[number])
-                tokens.append(self._tokens[number])
-            else:
-                parts.append(Part.UNKNOWN)
-                tokens.append(0)
-                came.append(place)
-        self._reqs, self._parts, self._tokens, self._again = list(reqs), parts, tokens, set()
-        return came
+    def _drop(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if self._held.pop(key, None) is not None:
+                del self._contexts[self._parts.pop(key)][key]
 
     def _growth(self) -> int:
-        for req, part, tokens in zip(self._reqs, self._parts, self._tokens, strict=True):
-            if part != Part.UNKNOWN:
-                return int(req.seqlen - tokens - self._num_grown)
+        for key, req in self._held.items():
+            return int(req.seqlen - self._contexts[self._parts[key]][key] - self._num_grown)
         return 0
 
-    def _look_up(self, place: int, now_s: float) -> None:
-        req = self._reqs[place]
-        part = self._parts[place] = _part_of(req, now_s)
-        self._tokens[place] = req.seqlen - self._num_grown
-        if part is Part.LEAVING or not req.output_ids:
-            self._again.add(id(req))
+    def _look_up(self, reqs: Iterable[Req], now_s: float) -> None:
+        for req in reqs:
+            key, part = id(req), _part_of(req, now_s)
+            self._held[key], self._parts[key] = req, part
+            self._contexts[part][key] = req.seqlen - self._num_grown
+            if part is Part.LEAVING or not req.output_ids:
+                self._again.add(key)
 
 
 def may_sit_out(req: Req) -> bool:
