@@ -152,7 +152,8 @@ def measure(size: str, options: argparse.Namespace) -> None:
     log_path = ROOT / "build" / "logs" / f"{options.name}-{size}.log"
     model, load_args = find_model(size)
     args = (*device_args(), *load_args, *shlex.split(options.server_args))
-    with running_server(model, args, config="echo", log_path=log_path) as server:
+    env = {"OMP_NUM_THREADS": str(options.threads)} if options.threads else {}
+    with running_server(model, args, config="echo", env=env, log_path=log_path) as server:
         driver = Driver(server.url, None, random.Random(options.seed))
         samples = driver.measure(options.calibrate_s, on_wave=lambda share: None)
         host = driver.host_time()
@@ -236,6 +237,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="step-times")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        help="of the model on a CPU; 0: one for each core, and none left to the HTTP processes",
+    )
     parser.add_argument("--judge-only", action="store_true", help="by the steps of an earlier run")
     options = parser.parse_args(argv)
     options.command = shlex.join(["python", "-m", "eval.step_times", *argv])
