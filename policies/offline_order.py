@@ -38,10 +38,11 @@ class Walk:
 
     What is listed may be taken in another order; who was passed over is listed first again.
     It remembers whom it came across ahead, at least `NUM_AHEAD` at a time, until `forget`: another
-    one came, or it goes elsewhere. Who was taken or ended stays among them.
+    one came, or it goes elsewhere. Who was taken or ended stays among them: so when they are more
+    than `MOST_AHEAD`, because the first of them is passed over for long, it looks anew, too.
     """
 
-    NUM_AHEAD = 16
+    NUM_AHEAD, MOST_AHEAD = 16, 256
 
     def __init__(self) -> None:
         self.cursor: PrefixKey | None = None
@@ -49,6 +50,8 @@ class Walk:
 
     def listing(self, requests: Callable[[], Iterator[PendingRequest]]) -> Iterator[PendingRequest]:
         """Those ahead, in order; `requests` walks over all that wait, from the cursor on."""
+        if len(self._ahead) > self.MOST_AHEAD:
+            self.forget()
         number = 0
         while number < len(self._ahead) or self._look_ahead(requests()):
             yield self._ahead[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from itertools import islice
 
@@ -14,6 +15,7 @@ from echo_sgl.policies.offline_order import (
     FcfsOrder,
     OfflineOrder,
     PsmOrder,
+    Walk,
     create_offline_order,
     uniform_draw,
 )
@@ -227,6 +229,24 @@ def test_the_walk_lists_who_comes_between_those_it_had_seen():
     assert [one.sequence for one in order.upcoming()] == [0, 1, 2]
     order.add(pending(3, "m2"))
     assert drain(order) == [0, 3, 1, 2]
+
+
+class Traced(PendingRequest):
+    __slots__ = ("__weakref__",)
+
+
+def test_who_ended_is_forgotten_even_while_the_first_in_line_is_passed_over():
+    order, left = PsmOrder(), []
+    for number in range(1000):
+        order.add(Traced(f"r{number}", array("q", [number]), number, ""))
+    for _ in range(999):
+        passed_over, request = islice(order.upcoming(), 2)
+        assert passed_over.sequence == 0
+        order.take(request)
+        order.end(request)
+        left.append(weakref.ref(request))
+    del request
+    assert sum(one() is not None for one in left) <= Walk.MOST_AHEAD + Walk.NUM_AHEAD
 
 
 def test_namespaces_do_not_interleave():
