@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from sortedcontainers import SortedDict
 
@@ -71,7 +70,7 @@ class Walk:
         num_known, known = len(self._ahead), {request.sequence for request in self._ahead}
         others = (request for request in requests if request.sequence not in known)
         # Twice as many each time: a listing of all walks past each of them a few times.
-        self._ahead.extend(islice(others, max(self.NUM_AHEAD, num_known)))
+        self._ahead.extend(itertools.islice(others, max(self.NUM_AHEAD, num_known)))
         return len(self._ahead) > num_known
 
 
