@@ -28,12 +28,11 @@ class Roster:
     again, as is who is about to leave. An offline one that is aborted counts until it ends.
     """
 
-    __slots__ = ("_again", "_contexts", "_held", "_num_grown", "_parts")
+    __slots__ = ("_again", "_contexts", "_held", "_num_grown")
 
     def __init__(self) -> None:
         # By identity, with the requests themselves, so that no other one takes it over.
-        self._held: dict[int, Req] = {}
-        self._parts: dict[int, Part] = {}
+        self._held: dict[int, tuple[Req, Part]] = {}
         # Those of each part, as they were before all grew by `_num_grown` tokens.
         self._contexts: tuple[dict[int, int], ...] = tuple({} for _ in Part)
         self._num_grown = 0
@@ -68,22 +67,22 @@ class Roster:
 
     def reqs_of(self, part: Part) -> list[Req]:
         """In the order in which they came."""
-        return [self._held[key] for key in self._contexts[part]]
+        return [self._held[key][0] for key in self._contexts[part]]
 
     def _drop(self, keys: Iterable[int]) -> None:
         for key in keys:
-            if self._held.pop(key, None) is not None:
-                del self._contexts[self._parts.pop(key)][key]
+            if (gone := self._held.pop(key, None)) is not None:
+                del self._contexts[gone[1]][key]
 
     def _growth(self) -> int:
-        for key, req in self._held.items():
-            return int(req.seqlen - self._contexts[self._parts[key]][key] - self._num_grown)
+        for key, (req, part) in self._held.items():
+            return int(req.seqlen - self._contexts[part][key] - self._num_grown)
         return 0
 
     def _look_up(self, reqs: Iterable[Req], now_s: float) -> None:
         for req in reqs:
             key, part = id(req), _part_of(req, now_s)
-            self._held[key], self._parts[key] = req, part
+            self._held[key] = req, part
             self._contexts[part][key] = req.seqlen - self._num_grown
             if part is Part.LEAVING or not req.output_ids:
                 self._again.add(key)
