@@ -99,11 +99,12 @@ def test_the_chat_is_equal_for_every_arm_and_lasts_as_long_as_an_arm_may_take(
 
 def test_bench_rows_are_checked_shown_and_written(tmp_path: Path) -> None:
     path = tmp_path / "build" / "bench.json"
-    row = ROW | {"name": "a figure", "ours": 41234.5678, "stock": None, "unit": "ms"}
+    row = ROW | {"name": "a figure", "ours": 41234.5678, "stock": None, "machine": "two cores"}
     write_rows(checked("b", [row]), path)
     assert orjson.loads(path.read_bytes()) == [row]
     out = io.StringIO()
-    Console(file=out, width=200).print(bench_table([row]))
+    Console(file=out, width=200).print(bench_table([row, row]))
+    assert out.getvalue().count("two cores") == 1
     cells = [cell.strip() for cell in out.getvalue().split("│")]
     assert {"a figure", "41,235", "-"} <= set(cells) and "None" not in cells
 
