@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class CheckRules:
 def main() -> None:
     """Check what standard input names; the exit code is 0 also for a bad file."""
     os.nice(NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at the server ends it without a word
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     order = orjson.loads(sys.stdin.buffer.read())
     path = Path(order.pop("path"))

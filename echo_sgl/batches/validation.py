@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 
 CHECKER = (sys.executable, "-P", "-m", "echo_sgl.batches.check_upload")
+# Whoever stops the server may tell its children, too: that says nothing about the file.
+_ASKED_TO_END = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _ROWS_EACH = 2000
 
 
@@ -45,7 +48,10 @@ class Validation:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Check and put the lines in; blocks, so run it in a thread."""
+        """Check and put the lines in; blocks, so run it in a thread.
+
+        Errors: `InterruptedError` when the check was told to end; the batch is to be checked anew.
+        """
         with contextlib.suppress(NotOursError):
             self._run()
 
@@ -70,11 +76,15 @@ class Validation:
             if not path.exists():
                 self.fail("file_not_found", "the input file is gone; upload it again")
                 return
-            with self._checker(path) as output:
-                is_checked = self._take(output)
-        if not is_checked:
-            message = "the file could not be checked: it takes too much time or memory; split it"
-            self.fail("file_not_checked", message)
+            with self._checker(path) as process:
+                assert process.stdout is not None
+                if self._take(process.stdout):
+                    return
+                died_of = -process.wait()
+        if died_of in _ASKED_TO_END:
+            raise InterruptedError(f"the check of a file was ended by signal {died_of}")
+        message = "the file could not be checked: it takes too much time or memory; split it"
+        self.fail("file_not_checked", message)
 
     def _take(self, output: IO[bytes]) -> bool:
         """Take over what the check found; False when it ended early."""
@@ -121,8 +131,8 @@ class Validation:
             yield connection
 
     @contextmanager
-    def _checker(self, path: Path) -> Iterator[IO[bytes]]:
-        """Run the check; gives its standard output."""
+    def _checker(self, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Run the check; gives its process, whose standard output is to be read."""
         process = subprocess.Popen(CHECKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -132,7 +142,7 @@ class Validation:
             # When it died already, its output shows that.
             with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
                 stdin.write(order)
-            yield process.stdout
+            yield process
         finally:
             self._watch(None)
             process.kill()

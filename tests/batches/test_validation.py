@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +70,9 @@ class SlowChecker:
     @property
     def is_running(self) -> bool:
         return Path(f"/proc/{self._pid.read_text()}").exists()
+
+    def terminate(self) -> None:
+        os.kill(int(self._pid.read_text()), signal.SIGTERM)
 
     def let_go(self) -> None:
         self._go.touch()
@@ -213,6 +218,19 @@ def test_a_checker_that_dies_at_once_fails_the_batch(
     assert (found.status, found.errors[0]["code"]) == ("failed", "file_not_checked")
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM"])
+def test_a_checker_that_is_told_to_end_with_its_server_fails_no_batch(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ends = f"import os, signal as s; s.signal(s.{name}, s.SIG_DFL); os.kill(os.getpid(), s.{name})"
+    monkeypatch.setattr(validation, "CHECKER", (sys.executable, "-c", ends))
+    batch = claimed(store)
+    with pytest.raises(InterruptedError, match=str(int(getattr(signal, name)))):
+        Validation(store, batch, RULES).run()
+    found = batch_of(store, batch.number)
+    assert (found.status, found.errors) == ("validating", None)
+
+
 def test_an_input_file_that_is_gone_is_said_to_be(live_sqlite: Any, tmp_path: Path) -> None:
     async def life(stub: Stub) -> None:
         file_id = await stub.upload(job(["hello"]))
@@ -262,6 +280,23 @@ def test_a_server_that_stops_ends_the_check_and_the_next_one_does_it(
     assert not checker.is_running
     monkeypatch.setattr(validation, "CHECKER", real)
     live(next_life)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_check_that_was_told_to_end_is_done_again(
+    live_sqlite: Any, slow_checker: Callable[[], SlowChecker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = validation.CHECKER
+
+    async def life(stub: Stub) -> None:
+        checker = slow_checker()
+        batch = await stub.create(job(["hello"]))
+        await until(lambda: as_found(checker.is_there))
+        monkeypatch.setattr(validation, "CHECKER", real)
+        checker.terminate()
+        assert (await stub.ended(batch.id)).status == "completed"
+
+    live_sqlite(life)
 
 
 def fail_for(
