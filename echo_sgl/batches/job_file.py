@@ -62,10 +62,13 @@ class JobLimits:
     max_lines: int
     max_problems: int
 
-    def stop(self, line_number: int, num_entries: int, num_problems: int) -> LineProblem | None:
-        """Why reading ends before this line, or None."""
+    def stop(
+        self, line_number: int, num_entries: int, num_problems: int, *, is_line: bool
+    ) -> LineProblem | None:
+        """Why reading ends before this line, which may be a blank one; None if it goes on."""
         # A file of line ends alone has no lines, but takes as long to read.
-        if num_entries + num_problems >= self.max_lines or line_number > 10 * self.max_lines:
+        num_lines = num_entries + num_problems + is_line
+        if num_lines > self.max_lines or line_number > 10 * self.max_lines:
             return LineProblem(
                 line_number,
                 "too_many_lines",
@@ -155,10 +158,12 @@ def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
     try:
         with path.open("rb") as file:
             for line_number, offset, raw in _raw_lines(file, digest):
-                if limits and (end := limits.stop(line_number, len(entries), len(problems))):
+                is_line = not is_blank(raw)
+                num_found = len(entries), len(problems)
+                if limits and (end := limits.stop(line_number, *num_found, is_line=is_line)):
                     problems.append(end)
                     break
-                if is_blank(raw):
+                if not is_line:
                     continue
                 try:
                     entry = _entry(line_number, offset, raw, first_uses)

@@ -12,7 +12,13 @@ import orjson
 import pytest
 
 from echo_sgl.batches import job_file, lines
-from echo_sgl.batches.job_file import JobFileError, LineReader, check_job_file, is_served
+from echo_sgl.batches.job_file import (
+    JobFileError,
+    JobLimits,
+    LineReader,
+    check_job_file,
+    is_served,
+)
 
 
 def line(custom_id: str, prompt: str = "text", **body: Any) -> bytes:
@@ -29,6 +35,18 @@ def line(custom_id: str, prompt: str = "text", **body: Any) -> bytes:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "jobs.jsonl"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n", b"\r\n\r\n", b"\n \n"])
+def test_blank_lines_behind_the_last_line_that_is_allowed_are_no_lines(
+    path: Path, end: bytes
+) -> None:
+    limits = JobLimits(max_lines=3, max_problems=10)
+    path.write_bytes(b"\n".join(map(line, "abc")) + end)
+    job = check_job_file(path, limits)
+    assert (len(job.entries), job.problems) == (3, [])
+    path.write_bytes(b"\n".join(map(line, "abc")) + end + b"\n" + line("d"))
+    assert [problem.code for problem in check_job_file(path, limits).problems] == ["too_many_lines"]
 
 
 def test_lines_are_found_behind_bom_crlf_blank_lines_and_without_a_last_line_end(
