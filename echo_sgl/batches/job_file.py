@@ -199,7 +199,8 @@ def _entry(line_number: int, offset: int, raw: bytes, first_uses: dict[str, int]
             "each must be used once",
             "custom_id",
         )
-    tokens, key = estimated_tokens(line, len(prompt_bytes(line))), prefix_key(line)
+    prompt = prompt_bytes(line)
+    tokens, key = estimated_tokens(line, len(prompt)), prefix_key(line, prompt)
     return Entry(line_number, offset, len(raw), line.custom_id, line.model, tokens, key, line.url)
 
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import orjson
 
-from echo_sgl.batches.lines import INPUT_FIELDS, BatchLine
+from echo_sgl.batches.lines import CHAT_URL, INPUT_FIELDS, BatchLine
 
 CHUNK_BYTES = 64
 BYTES_PER_TOKEN = 4
 DEFAULT_OUTPUT_TOKENS = 256
+MAX_PART_TOKENS = 1500  # about what a model makes of a picture of a megapixel
 MAX_OUTPUT_TOKENS = 10_000_000  # no context is longer; the engine refuses what asks for more
 _NAMESPACE_FIELDS = ("lora_path", "extra_key", "cache_salt")
 
 
-def prefix_key(line: BatchLine) -> bytes:
+def prefix_key(line: BatchLine, prompt: bytes) -> bytes:
     """A short key whose byte order is the depth-first order of the prompts' prefix tree.
 
     Each 64 bytes of the prompt become a 4-byte checksum of everything up to there, so two keys
     share a prefix exactly as long as their prompts do, at 1/16 of the size: the keys of a
     200 MB file take 12 MB. A collision of checksums only costs some locality.
+    `prompt`: `prompt_bytes` of the line.
     """
-    prompt = prompt_bytes(line)
     checksum = zlib.crc32(_namespace(line))
     key = array("I", [checksum])
     for start in range(0, len(prompt), CHUNK_BYTES):
@@ -37,7 +39,7 @@ def prefix_key(line: BatchLine) -> bytes:
 def prompt_bytes(line: BatchLine) -> bytes:
     """The prompt in the order in which a chat template writes it: tools, then the turns."""
     given = line.body.get(INPUT_FIELDS[line.url])
-    if line.url != "/v1/chat/completions":
+    if line.url != CHAT_URL:
         return _flat(given)
     tools = line.body.get("tools")
     head = orjson.dumps(tools) if tools else b""
@@ -46,20 +48,39 @@ def prompt_bytes(line: BatchLine) -> bytes:
 
 
 def estimated_tokens(line: BatchLine, prompt_size_bytes: int) -> int:
-    """About how many tokens the line keeps in the engine: prompt (4 bytes each) and output."""
+    """About how many tokens the line keeps in the engine: prompt (4 bytes each) and output.
+
+    Of an image or a sound, whose bytes say little of that, at most `MAX_PART_TOKENS`.
+    """
     for name in ("max_completion_tokens", "max_tokens"):
         limit = line.body.get(name)
         if isinstance(limit, int) and limit > 0:
             break
     else:
         limit = DEFAULT_OUTPUT_TOKENS
-    return prompt_size_bytes // BYTES_PER_TOKEN + 1 + min(limit, MAX_OUTPUT_TOKENS)
+    text_bytes = prompt_size_bytes - sum(map(_excess_bytes, _parts(line)))
+    return text_bytes // BYTES_PER_TOKEN + 1 + min(limit, MAX_OUTPUT_TOKENS)
 
 
 def _namespace(line: BatchLine) -> bytes:
     # Requests that differ here never share KV cache.
     fields: list[Any] = [line.url, line.model]
     return orjson.dumps(fields + [line.body.get(name) for name in _NAMESPACE_FIELDS])
+
+
+def _parts(line: BatchLine) -> Iterator[object]:
+    """The parts of which the contents of a chat's messages consist."""
+    if line.url == CHAT_URL:
+        for message in line.body["messages"]:
+            content = message.get("content") if isinstance(message, Mapping) else None
+            yield from content if isinstance(content, list) else ()
+
+
+def _excess_bytes(part: object) -> int:
+    """By how much a part that is no text is larger than what it is counted as."""
+    if not isinstance(part, Mapping) or isinstance(part.get("text"), str):
+        return 0
+    return max(0, len(_flat(part)) - MAX_PART_TOKENS * BYTES_PER_TOKEN)
 
 
 def _turn(message: object) -> bytes:
@@ -76,6 +97,8 @@ def _flat(value: object) -> bytes:
         return b"".join((item & 0xFFFFFFFF).to_bytes(4, "big") for item in value)
     if isinstance(value, Mapping) and isinstance(value.get("text"), str):
         return _flat(value["text"])
+    if isinstance(value, list) and value and all(isinstance(item, list) for item in value):
+        return _flat(list(chain.from_iterable(value)))
     if isinstance(value, list):
-        return b"".join(_flat(item) for item in value)
+        return b"".join(map(_flat, value))
     return orjson.dumps(value)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.batches.check_upload import MAX_PROBLEMS_BYTES, CheckRules, report
 from echo_sgl.batches.lines import LineError, parse_line
-from echo_sgl.batches.prefix_order import prefix_key
+from echo_sgl.batches.prefix_order import prefix_key, prompt_bytes
 from echo_sgl.batches.uploads import clean_filename
 from eval.stub_server import MODEL
 from tests.batches.client import Stub, running_stub
@@ -154,7 +154,8 @@ def test_forms_that_are_none_are_refused_with_a_reason_and_leave_nothing(tmp_pat
 @settings(max_examples=200)
 def test_any_bytes_are_a_usable_line_or_a_line_error(raw: bytes) -> None:
     try:
-        prefix_key(parse_line(raw))
+        line = parse_line(raw)
+        prefix_key(line, prompt_bytes(line))
     except LineError as error:
         assert error.code
         assert str(error)

@@ -13,6 +13,7 @@ from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, Ba
 from echo_sgl.batches.prefix_order import (
     CHUNK_BYTES,
     MAX_OUTPUT_TOKENS,
+    MAX_PART_TOKENS,
     estimated_tokens,
     prefix_key,
     prompt_bytes,
@@ -28,6 +29,14 @@ def chat(*contents: Any, **body: Any) -> BatchLine:
     return BatchLine("id", CHAT_URL, {"model": "m", "messages": messages, **body})
 
 
+def key_of(line: BatchLine) -> bytes:
+    return prefix_key(line, prompt_bytes(line))
+
+
+def tokens_of(line: BatchLine) -> int:
+    return estimated_tokens(line, len(prompt_bytes(line)))
+
+
 def shared(left: bytes, right: bytes) -> int:
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
     return sum(1 for _ in pairs)
@@ -38,7 +47,7 @@ TEXTS = st.lists(st.sampled_from(["a" * CHUNK_BYTES, "b" * CHUNK_BYTES, "c"]), m
 
 @given(st.lists(TEXTS.map("".join), min_size=1, max_size=20))
 def test_sorting_by_key_keeps_every_group_with_a_common_prefix_together(texts: list[str]) -> None:
-    ordered = sorted(texts, key=lambda text: prefix_key(completion(text)))
+    ordered = sorted(texts, key=lambda text: key_of(completion(text)))
     for num_chunks in range(6):
         end = num_chunks * CHUNK_BYTES
         prefixes = [text[:end] for text in ordered if len(text) >= end]
@@ -48,12 +57,12 @@ def test_sorting_by_key_keeps_every_group_with_a_common_prefix_together(texts: l
 
 def test_keys_share_as_many_chunks_as_the_prompts() -> None:
     document = "d" * 10 * CHUNK_BYTES
-    left, right = (prefix_key(completion(document + end * CHUNK_BYTES)) for end in "xy")
+    left, right = (key_of(completion(document + end * CHUNK_BYTES)) for end in "xy")
     assert shared(left, right) // 4 == 11  # 10 chunks after the namespace
 
 
 def test_a_key_takes_a_sixteenth_of_its_prompt() -> None:
-    assert len(prefix_key(completion("x" * 64_000))) == 4 + 64_000 // 16
+    assert len(key_of(completion("x" * 64_000))) == 4 + 64_000 // 16
 
 
 @pytest.mark.parametrize(
@@ -67,7 +76,7 @@ def test_a_key_takes_a_sixteenth_of_its_prompt() -> None:
     ],
 )
 def test_requests_that_never_share_cache_are_apart_from_the_first_byte(other: BatchLine) -> None:
-    assert prefix_key(other)[:4] != prefix_key(completion("text"))[:4]
+    assert key_of(other)[:4] != key_of(completion("text"))[:4]
 
 
 def test_tools_stand_before_the_turns_of_a_chat() -> None:
@@ -81,22 +90,37 @@ def test_text_parts_of_a_message_count_as_its_text() -> None:
 
 
 def test_token_ids_are_ordered_by_their_ids() -> None:
-    keys = [prefix_key(completion([*range(64), last])) for last in (1, 2)]
+    keys = [key_of(completion([*range(64), last])) for last in (1, 2)]
     assert shared(*keys) >= 4 * 4
     assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], [{}], [None, ["x"]], {"text": 3}, [-1, 2**40]])
 def test_any_prompt_that_json_can_hold_has_a_key(prompt: Any) -> None:
-    assert prefix_key(completion(prompt))
-    assert prefix_key(chat(prompt))
+    assert key_of(completion(prompt))
+    assert key_of(chat(prompt))
 
 
 def test_a_line_is_estimated_by_its_prompt_and_its_output_limit() -> None:
     line = completion("x" * 400, max_tokens=50)
-    assert estimated_tokens(line, len(prompt_bytes(line))) == 400 // 4 + 1 + 50
+    assert tokens_of(line) == 400 // 4 + 1 + 50
     newer = chat("", max_tokens=1, max_completion_tokens=70)
     assert estimated_tokens(newer, 0) == 71
+
+
+def test_a_picture_counts_as_what_a_model_makes_of_it_and_not_by_its_bytes() -> None:
+    text = {"type": "text", "text": "x" * 40_000}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
+    words = tokens_of(chat([text], max_tokens=1))
+    assert tokens_of(chat([picture, text, picture], max_tokens=1)) == words + 2 * MAX_PART_TOKENS
+    link = {"type": "image_url", "image_url": {"url": "http://host/a.png"}}
+    assert words < tokens_of(chat([link, text], max_tokens=1)) < words + 30
+    assert tokens_of(chat("A" * 400_000, max_tokens=1)) > 100_000
+
+
+@pytest.mark.parametrize("prompt", [[[1], [2, 3]], [[[1]], [[2], [3]]], [[], [1, 2, 3]]])
+def test_nested_token_ids_count_as_their_ids_in_a_row(prompt: Any) -> None:
+    assert prompt_bytes(completion(prompt)) == prompt_bytes(completion([1, 2, 3]))
 
 
 @pytest.mark.parametrize("limit", [MAX_OUTPUT_TOKENS, 2**63 - 1, 2**64 - 1])
