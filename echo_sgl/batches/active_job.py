@@ -91,7 +91,7 @@ class ActiveJob:
     in_flight: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     holds: dict[int, Hold] = field(default_factory=dict)
     pending_bytes: int = 0
-    tokens_in_flight: int = 0
+    sent_tokens: int = 0
     num_unrecorded: int = 0
     near: int | None = None
     is_claiming: bool = False
@@ -114,7 +114,7 @@ class ActiveJob:
     @property
     def load(self) -> JobLoad:
         return JobLoad(
-            self.number, self.deadline_s, self.window_s, self.lines_left, self.tokens_in_flight
+            self.number, self.deadline_s, self.window_s, self.lines_left, self.sent_tokens
         )
 
     @property

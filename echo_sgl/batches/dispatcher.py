@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from echo_sgl.batches import ending
 from echo_sgl.batches.active_job import ActiveJob, Claim, Line, claim_lines, fault_result
-from echo_sgl.batches.fairness import choose_job
+from echo_sgl.batches.fairness import ShareLevel, choose_job
 from echo_sgl.batches.job_table import ABORT_GRACE_S, JobTable
 from echo_sgl.batches.lease import Lease
 from echo_sgl.batches.line_engine import LineEngine, with_rid
@@ -60,6 +60,7 @@ class Dispatcher:
         self._threads = ThreadPoolExecutor(4, "echo-batches")
         self._table = JobTable(store, engine, self._threads)
         self._limit = SendLimit(config.window_lines, config.window_tokens)
+        self._level = ShareLevel()
         self._rng = random.Random()  # jitter only: lines must not come back in step
         self._rate = RateMeter()
         self._look = asyncio.Event()
@@ -180,6 +181,9 @@ class Dispatcher:
             }
             if not ready:
                 break
+            level_tokens = self._level.among(job.sent_tokens for job in ready.values())
+            for job in ready.values():
+                job.sent_tokens = max(job.sent_tokens, level_tokens)
             loads = [job.load for job in ready.values()]
             chosen = choose_job(loads, self._store.clock(), self._fleet_lines_per_s)
             job = ready[chosen.number]
@@ -240,7 +244,7 @@ class Dispatcher:
     def _send(self, job: ActiveJob, line: Line) -> None:
         self._limit.take(line.tokens, line.num_crashes)
         self._rate.start(time.monotonic())
-        job.tokens_in_flight += line.tokens
+        job.sent_tokens += line.tokens
         rid = new_request_id()
         job.in_flight[rid] = asyncio.create_task(self._answer(job, line, rid))
 
@@ -254,7 +258,6 @@ class Dispatcher:
             result = fault_result(line.position, line.custom_id, error)
         finally:
             del job.in_flight[rid]
-            job.tokens_in_flight -= line.tokens
             if result is not None:
                 self._put(Finished(job, result, line.hold, line))
             else:

@@ -13,13 +13,16 @@ URGENT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class JobLoad:
-    """What the choice needs to know of a job that has a line to send."""
+    """What the choice needs to know of a job that has a line to send.
+
+    `sent_tokens`: its share so far, see `ShareLevel`.
+    """
 
     number: int
     deadline_s: float
     window_s: float
     lines_left: int
-    tokens_in_flight: int
+    sent_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ Load = TypeVar("Load", bound=JobLoad)
 
 
 def choose_job(loads: Iterable[Load], now_s: float, lines_per_s: float | None) -> Load:
-    """The least laxity of what is in danger, else whoever has least in the engine.
+    """The least laxity of what is in danger, else whoever had the smallest share so far.
 
     Equal shares keep a small job from waiting for a large one; ties go to the earlier deadline.
     What cannot be in time any more is not in danger: all others would wait for it in vain.
@@ -45,7 +48,26 @@ def choose_job(loads: Iterable[Load], now_s: float, lines_per_s: float | None) -
     if urgent:
         return min(urgent, key=lambda item: item[:2])[2]
     equal = (load for _, load in known)
-    return min(equal, key=lambda load: (load.tokens_in_flight, load.deadline_s, load.number))
+    return min(equal, key=lambda load: (load.sent_tokens, load.deadline_s, load.number))
+
+
+class ShareLevel:
+    """The share, in tokens sent, from which a job starts that comes or comes back.
+
+    It is where those that are here stand: who comes neither catches up on what went before nor
+    waits for it. What counts is what was sent, not what is in the engine: a job whose lines fill
+    the window one by one would else be first each time that it is empty.
+
+    Source: start-time fair queueing (Goyal, Vin and Cheng, 1996).
+    """
+
+    def __init__(self) -> None:
+        self._level_tokens = 0
+
+    def among(self, sent_tokens: Iterable[int]) -> int:
+        """The least that any of those who have a line to send now may stand at."""
+        self._level_tokens = max(self._level_tokens, min(sent_tokens, default=0))
+        return self._level_tokens
 
 
 def choose_active(

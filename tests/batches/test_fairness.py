@@ -8,12 +8,19 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.batches.fairness import Applicant, JobLoad, choose_active, choose_job, laxity_s
+from echo_sgl.batches.fairness import (
+    Applicant,
+    JobLoad,
+    ShareLevel,
+    choose_active,
+    choose_job,
+    laxity_s,
+)
 
 DAY_S = 86_400.0
 HOUR_S = 3600.0
-SMALL = JobLoad(1, DAY_S, DAY_S, lines_left=10, tokens_in_flight=0)
-LARGE = JobLoad(2, DAY_S, DAY_S, lines_left=50_000, tokens_in_flight=0)
+SMALL = JobLoad(1, DAY_S, DAY_S, lines_left=10, sent_tokens=0)
+LARGE = JobLoad(2, DAY_S, DAY_S, lines_left=50_000, sent_tokens=0)
 
 
 def test_jobs_share_the_window_evenly_whatever_their_size() -> None:
@@ -22,30 +29,56 @@ def test_jobs_share_the_window_evenly_whatever_their_size() -> None:
     for _ in range(100):
         load = choose_job(loads.values(), 0.0, 10.0)
         chosen[load.number] += 1
-        loads[load.number] = replace(load, tokens_in_flight=load.tokens_in_flight + 100)
+        loads[load.number] = replace(load, sent_tokens=load.sent_tokens + 100)
     assert chosen == {1: 50, 2: 50}
 
 
+def test_a_job_that_comes_later_starts_where_the_others_stand() -> None:
+    level, sent = ShareLevel(), {1: 0, 2: 0}
+    for _ in range(1000):
+        sent[1] = max(sent[1], level.among([sent[1]])) + 100
+    order = []
+    for _ in range(10):
+        least = level.among(sent.values())
+        sent = {number: max(least, tokens) for number, tokens in sent.items()}
+        loads = [replace(SMALL, number=number, sent_tokens=sent[number]) for number in sent]
+        order.append(choose_job(loads, 0.0, 10.0).number)
+        sent[order[-1]] += 100
+    assert sorted(order[:2]) == sorted(order[2:4]) == [1, 2]
+    assert Counter(order) == {1: 5, 2: 5}
+
+
+def test_a_job_of_large_lines_gets_as_many_tokens_as_one_of_small_ones() -> None:
+    level, sent, tokens = ShareLevel(), {1: 0, 2: 0}, {1: 10_000, 2: 10}
+    for _ in range(5000):
+        least = level.among(sent.values())
+        loads = [replace(SMALL, number=one, sent_tokens=max(least, sent[one])) for one in sent]
+        chosen = choose_job(loads, 0.0, 10.0)
+        sent[chosen.number] = chosen.sent_tokens + tokens[chosen.number]
+    assert abs(sent[1] - sent[2]) <= 10_000
+    assert min(sent.values()) > 20_000
+
+
 def test_a_window_in_danger_goes_first_by_least_laxity() -> None:
-    late = replace(LARGE, number=3, deadline_s=5_100.0, tokens_in_flight=10**6)
-    later = replace(LARGE, number=4, deadline_s=5_050.0, tokens_in_flight=10**6)
+    late = replace(LARGE, number=3, deadline_s=5_100.0, sent_tokens=10**6)
+    later = replace(LARGE, number=4, deadline_s=5_050.0, sent_tokens=10**6)
     assert choose_job([SMALL, LARGE, late], 0.0, 10.0) is late
     assert choose_job([SMALL, LARGE, late, later], 0.0, 10.0) is later
 
 
 def test_what_cannot_be_in_time_gets_an_equal_share() -> None:
-    hopeless = replace(LARGE, number=3, deadline_s=HOUR_S, window_s=HOUR_S, tokens_in_flight=1)
+    hopeless = replace(LARGE, number=3, deadline_s=HOUR_S, window_s=HOUR_S, sent_tokens=1)
     assert laxity_s(hopeless, 0.0, 10.0) < 0
     assert choose_job([SMALL, hopeless], 0.0, 10.0) is SMALL
-    assert choose_job([replace(SMALL, tokens_in_flight=2), hopeless], 0.0, 10.0) is hopeless
-    danger = replace(LARGE, number=4, deadline_s=5_100.0, tokens_in_flight=10**6)
+    assert choose_job([replace(SMALL, sent_tokens=2), hopeless], 0.0, 10.0) is hopeless
+    danger = replace(LARGE, number=4, deadline_s=5_100.0, sent_tokens=10**6)
     assert choose_job([hopeless, danger], 0.0, 10.0) is danger
 
 
 def test_a_hopeless_job_takes_no_feasible_one_with_it() -> None:
     """At 10 lines/s, 36,000 of 50,000 lines fit in the hour; 20,000 more fit in two hours."""
-    hopeless = JobLoad(1, HOUR_S, HOUR_S, lines_left=50_000, tokens_in_flight=0)
-    feasible = JobLoad(2, 2 * HOUR_S, 2 * HOUR_S, lines_left=50_000, tokens_in_flight=0)
+    hopeless = JobLoad(1, HOUR_S, HOUR_S, lines_left=50_000, sent_tokens=0)
+    feasible = JobLoad(2, 2 * HOUR_S, 2 * HOUR_S, lines_left=50_000, sent_tokens=0)
     open_jobs = {1: hopeless, 2: feasible}
     sent: Counter[int] = Counter()
     ended_s: dict[int, int] = {}
@@ -54,7 +87,7 @@ def test_a_hopeless_job_takes_no_feasible_one_with_it() -> None:
         for _ in range(10):  # ten lines at a time, all of one size
             if not open_jobs:
                 break
-            shown = [replace(job, tokens_in_flight=sent[n]) for n, job in open_jobs.items()]
+            shown = [replace(job, sent_tokens=sent[n]) for n, job in open_jobs.items()]
             number = choose_job(shown, now_s, 10.0).number
             sent[number] += 10
             left = open_jobs[number].lines_left - 10
@@ -121,7 +154,7 @@ LOADS = st.builds(
     deadline_s=st.floats(0, DAY_S),
     window_s=st.floats(1, DAY_S),
     lines_left=st.integers(0, 50_000),
-    tokens_in_flight=st.integers(0, 10**6),
+    sent_tokens=st.integers(0, 10**6),
 )
 MANY_LOADS = st.lists(LOADS, min_size=1, unique_by=lambda load: load.number)
 
@@ -140,7 +173,7 @@ def test_only_a_job_that_can_be_in_time_goes_before_its_turn(
     loads: list[JobLoad], now_s: float
 ) -> None:
     chosen = choose_job(loads, now_s, 5.0)
-    if any(load.tokens_in_flight < chosen.tokens_in_flight for load in loads):
+    if any(load.sent_tokens < chosen.sent_tokens for load in loads):
         assert 0 <= laxity_s(chosen, now_s, 5.0) < 300
 
 

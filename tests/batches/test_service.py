@@ -70,6 +70,19 @@ def test_a_window_in_tokens_lets_one_large_line_pass_alone(live_sqlite) -> None:
     live_sqlite(life, window_tokens=10, delay_s=0.002)
 
 
+def test_a_job_whose_lines_fill_the_window_one_by_one_shares_it_with_others(live_sqlite) -> None:
+    async def life(stub: Stub) -> None:
+        large = await stub.create(job(["hello " * 50] * 60))
+        await stub.until(large.id, lambda found: found.request_counts.completed > 0)
+        small = await stub.create(job(["hello " * 50] * 5))
+        assert (await stub.ended(small.id)).status == "completed"
+        found = await stub.client.batches.retrieve(large.id)
+        assert found.status == "in_progress"
+        assert (await stub.ended(large.id)).status == "completed"
+
+    live_sqlite(life, window_tokens=10, delay_s=0.02)
+
+
 def test_a_file_with_bad_lines_uploads_and_its_batch_fails_with_their_numbers(live) -> None:
     async def life(stub: Stub) -> None:
         content = b"\n".join(
