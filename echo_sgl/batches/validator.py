@@ -41,8 +41,9 @@ class _Trouble:
 class Validator:
     """Takes batches from `validating` on. `ending` are numbers of batches that need no check.
 
-    A batch whose check breaks off comes again later, and others go first. A store that fails
-    only delays it; with any other error it fails after `MAX_FAULTS`.
+    Tenants take turns, so that one with many large files does not keep the others waiting. A batch
+    whose check breaks off comes again later, and others go first. A store that fails only delays
+    it; with any other error it fails after `MAX_FAULTS`.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Validator:
         self._checking = ThreadPoolExecutor(1, "echo-validation")
         self._held: int | None = None
         self._troubles: dict[int, _Trouble] = {}
+        self._turns: dict[str, int] = {}  # of tenants with a batch that waits: their last one
+        self._num_turns = 0
         self._rng = random.Random()  # jitter only
         self.is_stopping = False
         self.ending: set[int] = set()
@@ -132,15 +135,23 @@ class Validator:
         self._release()
         with self._store.database.read() as connection:
             rows = batch_rows.open_batches(connection)
-        waiting = {row.number for row in rows if row.status == "validating"}
+        tenants = {row.number: row.tenant for row in rows if row.status == "validating"}
+        waiting = set(tenants)
         put_off = self._still_put_off(waiting)
         if waiting <= put_off:
             return None
+        present = set(tenants.values())
+        self._turns = {name: turn for name, turn in self._turns.items() if name in present}
         ours = self._store.server_id
         with self._store.database.write() as connection:
             live = work.live_servers(connection, self._store.clock()) | {ours}
-            batch = batch_rows.claim_batch(connection, ours, live, ("validating",), but_not=put_off)
+            batch = batch_rows.claim_batch(
+                connection, ours, live, ("validating",), but_not=put_off, turns=self._turns
+            )
             self._held = None if batch is None else batch.number
+        if batch is not None:
+            self._num_turns += 1
+            self._turns[batch.tenant] = self._num_turns
         return batch
 
     def _still_put_off(self, waiting: set[int]) -> set[int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -99,19 +100,24 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validator, "RETRY_BASE_S", 0.01)
 
 
-def claimed(store: JobStore, owner: str | None = None) -> batch_rows.BatchRow:
-    """A batch that is to be validated by this server or another one."""
+def add_batch(store: JobStore, tenant: str = "one") -> None:
     file = add_file(store, job_line("a"))
     with store.database.write() as connection:
         batch_rows.insert_batch(
             connection,
-            tenant="one",
+            tenant=tenant,
             endpoint="/v1/completions",
             input_file_id=file.id,
             completion_window_s=DAY_S,
             created_at_s=NOW_S,
             expires_at_s=NOW_S + DAY_S,
         )
+
+
+def claimed(store: JobStore, owner: str | None = None) -> batch_rows.BatchRow:
+    """A batch that is to be validated by this server or another one."""
+    add_batch(store)
+    with store.database.write() as connection:
         found = batch_rows.claim_batch(connection, owner or store.server_id, set(), ("validating",))
     assert found is not None
     return found
@@ -297,6 +303,22 @@ def test_a_check_that_was_told_to_end_is_done_again(
         assert (await stub.ended(batch.id)).status == "completed"
 
     live_sqlite(life)
+
+
+def test_tenants_take_turns_however_many_batches_one_of_them_has(store: JobStore) -> None:
+    for tenant in ("many", "many", "many", "few", "other"):
+        add_batch(store, tenant)
+    checks = Validator(
+        store, SimpleNamespace(), ThreadPoolExecutor(1), max_lines=9, on_checked=lambda: None
+    )
+    order = []
+    for _ in range(5):
+        batch = checks._claim()
+        assert batch is not None
+        order.append(batch.tenant)
+        Validation(store, batch, RULES).fail("wrong", "wrong")
+    checks.close()
+    assert order == ["many", "few", "other", "many", "many"]
 
 
 def fail_for(

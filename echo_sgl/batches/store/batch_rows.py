@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, case, delete, func, insert, literal, or_, select, update
 
 from echo_sgl.batches.store.files import extend_file, new_file_id
 from echo_sgl.batches.store.schema import FAILED, batches, files, lines, ranges
@@ -228,12 +228,15 @@ def claim_batch(
     statuses: Sequence[str],
     *,
     but_not: Collection[int] = (),
+    turns: Mapping[str, int] | None = None,
 ) -> BatchRow | None:
     """Take the oldest batch in one of these states that no live server works on.
 
-    `but_not` are numbers of batches that are left where they are. A batch that ends is free only
-    when every server has let go of its lines.
+    `but_not` are numbers of batches that are left where they are; `turns` says of tenants when
+    they had theirs, the lowest goes first and 0 is everybody else's. A batch that ends is free
+    only when every server has let go of its lines.
     """
+    turn = case(turns, value=batches.c.tenant, else_=0) if turns else literal(0)
     query = (
         select(batches)
         .where(
@@ -244,7 +247,7 @@ def claim_batch(
             .where(ranges.c.batch_number == batches.c.number, ranges.c.owner.in_(live))
             .exists(),
         )
-        .order_by(batches.c.number)
+        .order_by(turn, batches.c.number)
         .limit(1)
         .with_for_update(skip_locked=True)
     )
