@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from echo_sgl.errors import EchoError
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 3600.0
 ENDED = ("failed", "completed", "expired", "cancelled")
+# A server that starts, a database that fails over, a proxy whose server is gone.
+_AWAY_STATUSES = (429, 502, 503, 504)
 _NO_SERVICE = (
     "{url} has no batch service. Start it with: echo-sgl serve --echo-state-dir DIR ..., or work "
     "through the file with: echo-sgl batch run"
@@ -25,6 +28,14 @@ _NO_SERVICE = (
 
 class BatchServiceError(EchoError, RuntimeError):
     """The server refused, or cannot be reached; the message says what to do."""
+
+    def __init__(self, message: str, status_code: int | None = None) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+
+class AwayError(BatchServiceError):
+    """The server cannot be asked now; later it may."""
 
 
 class BatchClient:
@@ -38,11 +49,15 @@ class BatchClient:
         self._http.close()
 
     def has_service(self) -> bool:
-        """Whether the server takes batches; False too when it cannot be reached."""
+        """Whether the server takes batches.
+
+        Errors: `AwayError` when it cannot be told.
+        """
         try:
-            answer = self._http.get("/v1/batches", params={"limit": 1})
-            return answer.status_code == 200 and answer.json().get("object") == "list"
-        except (httpx.HTTPError, ValueError, AttributeError):
+            return self.list(1).get("object") == "list"
+        except AwayError:
+            raise
+        except (BatchServiceError, AttributeError):
             return False
 
     def submit(
@@ -63,7 +78,15 @@ class BatchClient:
             "completion_window": window,
             "metadata": metadata or None,
         }
-        return self._call("POST", "/v1/batches", json=body)
+        try:
+            return self._call("POST", "/v1/batches", json=body)
+        except AwayError:
+            raise
+        except BatchServiceError:
+            # Refused: nobody knows of the file, and it would take up room.
+            with contextlib.suppress(BatchServiceError):
+                self._call("DELETE", f"/v1/files/{uploaded['id']}")
+            raise
 
     def list(self, limit: int, after: str | None = None) -> dict[str, Any]:
         params = {"limit": limit, **({"after": after} if after else {})}
@@ -135,10 +158,11 @@ class BatchClient:
             message = answer.text[:300] or answer.reason_phrase
         if answer.status_code == 401:
             message += ". Set the key with --api-key, ECHO_SGL_API_KEY or OPENAI_API_KEY"
-        return BatchServiceError(f"the server refuses ({answer.status_code}): {message}")
+        kind = AwayError if answer.status_code in _AWAY_STATUSES else BatchServiceError
+        return kind(f"the server refuses ({answer.status_code}): {message}", answer.status_code)
 
-    def _lost(self, error: httpx.TransportError) -> BatchServiceError:
-        return BatchServiceError(
+    def _lost(self, error: httpx.TransportError) -> AwayError:
+        return AwayError(
             f"no server answers at {self.url} ({type(error).__name__}). Is it running, and is "
             "--url right? Batches go on by themselves once it does"
         )
@@ -156,9 +180,7 @@ def wait_ended(
     while True:
         try:
             batch = client.get(batch_id)
-        except BatchServiceError as error:
-            if not isinstance(error.__cause__, httpx.TransportError):
-                raise
+        except AwayError as error:
             if not is_away:
                 say(f"{error}; waiting for it")
             is_away = True

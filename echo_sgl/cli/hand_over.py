@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from echo_sgl.batches.job_file import JobFile, check_job_file
 from echo_sgl.batches.journal import JournalError
-from echo_sgl.cli.batch_client import BatchClient, BatchServiceError
+from echo_sgl.cli.batch_client import AwayError, BatchClient, BatchServiceError
 from echo_sgl.cli.batch_service import download, watch_batch
 from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, summary
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+CONFLICT = 409
+_RETRIED = ("cancelled", "expired")
 # The batch of a run is found again by this, however the run ended.
 RUN_KEY = "echo_sgl_run"
 
@@ -31,17 +35,45 @@ def hand_over(plan: BatchRun) -> int | None:
         return None
     client = BatchClient(plan.urls[0], plan.api_key)
     try:
-        paths = plan.journal_paths
-        if paths.state.exists() or not client.has_service():
+        if plan.journal_paths.state.exists() or _has_service(client) is False:
             return None
         with Console(stderr=True).status(f"checking {plan.jobs}"):
             job = check_job_file(plan.jobs)
         endpoints = {entry.url for entry in job.entries}
-        if job.problems or len(endpoints) != 1:
+        if job.problems or len(endpoints) != 1 or not _wait_service(client):
             return None
         return _run(plan, client, job, endpoints.pop())
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     finally:
         client.close()
+
+
+def _has_service(client: BatchClient) -> bool | None:
+    """Whether the server takes batches; None: it is away."""
+    with contextlib.suppress(AwayError):
+        return client.has_service()
+    return None
+
+
+def _wait_service(client: BatchClient) -> bool:
+    """The same, waiting for as long as the server is away.
+
+    An earlier run may have handed the job over: were its lines sent from here, all of them would
+    be computed twice once the server is back.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for attempt in itertools.count():
+        try:
+            return client.has_service()
+        except AwayError as error:
+            if not attempt:
+                reason = error.status_code or type(error.__cause__).__name__
+                console.print(
+                    f"echo-sgl: no server is ready at {client.url} ({reason}); waiting for it"
+                )
+        time.sleep(EVERY_S)
+    raise AssertionError("unreachable: the count has no end")
 
 
 def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> int:
@@ -69,7 +101,7 @@ def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> in
     paths = plan.journal_paths
     download(client, batch, paths.output, paths.errors)
     _sum_up(plan, batch, console)
-    return EXIT_OK if batch["status"] == "completed" else EXIT_FAILED
+    return EXIT_OK if batch["status"] == "completed" or _is_answered(batch) else EXIT_FAILED
 
 
 def _find(plan: BatchRun, client: BatchClient, run_id: str) -> dict[str, Any] | None:
@@ -88,11 +120,26 @@ def _find(plan: BatchRun, client: BatchClient, run_id: str) -> dict[str, Any] | 
                     "content away with --overwrite"
                 )
         return None
-    if batch["status"] in ("cancelled", "expired"):
-        with contextlib.suppress(BatchServiceError):
-            return client.act(batch["id"], "retry")
-        return None
+    if batch["status"] in _RETRIED and not _is_answered(batch):
+        return _retried(client, batch["id"])
     return batch
+
+
+def _is_answered(batch: dict[str, Any]) -> bool:
+    """Whether every line has its answer, however the batch ended."""
+    counts = counts_of(batch)
+    return counts["completed"] == counts["total"] > 0
+
+
+def _retried(client: BatchClient, batch_id: str) -> dict[str, Any] | None:
+    """The batch, going again; None when its file was never checked or is gone."""
+    try:
+        return client.act(batch_id, "retry")
+    except BatchServiceError as error:
+        if error.status_code != CONFLICT:
+            raise
+    batch = client.get(batch_id)  # somebody else may have been quicker
+    return None if batch["status"] in _RETRIED else batch
 
 
 def _sum_up(plan: BatchRun, batch: dict[str, Any], console: Console) -> None:

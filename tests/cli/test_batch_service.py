@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import orjson
 import pytest
 
-from echo_sgl.cli.batch_client import BatchClient
+from echo_sgl.cli.batch_client import BatchClient, BatchServiceError, wait_ended
 from eval.server import Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import completion_line, names, run_cli, wait_until, write_job
@@ -25,6 +28,15 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = StubServer(folder, "--state-dir", str(folder / "state"))
     server.start()
     yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def own_stub(tmp_path: Path) -> Iterator[StubServer]:
+    """The same for a test that stops it."""
+    server = StubServer(tmp_path / "own", "--state-dir", str(tmp_path / "own" / "state"))
+    server.start()
+    yield server
     server.stop()
 
 
@@ -129,6 +141,70 @@ def test_run_that_is_interrupted_goes_on_with_the_same_batch(
     assert f"going on with {batch_id}" in second.stderr.readline()
     run_cli("batch", "cancel", batch_id, "--url", stub)
     assert second.wait(60) == 1
+
+
+def test_run_waits_for_a_server_that_is_away_and_computes_nothing_twice(
+    own_stub: StubServer, jobs: Path, tmp_path: Path, cli: StartCli
+) -> None:
+    output = tmp_path / "out.jsonl"
+    first = cli("batch", "run", jobs, "--output", output, "--url", own_stub.url)
+    assert first.stderr is not None
+    batch_id = first.stderr.readline().split()[1]
+    first.send_signal(signal.SIGINT)
+    first.wait(60)
+    watched = run_cli("batch", "watch", batch_id, "--url", own_stub.url, "--every", "0.1")
+    assert watched.returncode == 0, watched.stderr
+    output.unlink(missing_ok=True)
+    own_stub.stop()
+    second = cli("batch", "run", jobs, "--output", output, "--url", own_stub.url)
+    assert second.stderr is not None
+    assert f"no server is ready at {own_stub.url}" in second.stderr.readline()
+    own_stub.start()
+    assert f"going on with {batch_id}" in second.stderr.readline()
+    assert second.wait(60) == 0
+    assert len(names(output)) == len(own_stub.answered()) == 20
+
+
+def test_run_fetches_what_was_answered_before_it_was_cancelled(
+    own_stub: StubServer, jobs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    command = ("batch", "run", jobs, "--output", output, "--url", own_stub.url, "--json")
+    batch_id = orjson.loads(run_cli(*command).stdout)["batch_id"]
+    # As after a cancel that came while the last answer was written.
+    [database] = (tmp_path / "own").rglob("jobs.sqlite3")
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        changed = connection.execute("UPDATE batches SET status = 'cancelled', ends_as = NULL")
+        assert changed.rowcount == 1
+    output.unlink()
+    again = run_cli(*command)
+    assert (again.returncode, orjson.loads(again.stdout)["batch_id"]) == (0, batch_id)
+    assert len(names(output)) == len(own_stub.answered()) == 20
+
+
+def test_a_server_that_is_busy_or_behind_a_proxy_is_waited_for() -> None:
+    replies = [(503, {}), (200, "in_progress"), (502, {}), (429, {}), (200, "completed")]
+    answers = iter([httpx.Response(code, json={"status": body}) for code, body in replies])
+    client, said, shown = BatchClient("http://server", None), [], []
+    client._http = httpx.Client(
+        base_url="http://server", transport=httpx.MockTransport(lambda request: next(answers))
+    )
+    ended = wait_ended(client, "batch_1", 0.0, shown.append, said.append)
+    assert ended == {"status": "completed"}
+    assert [batch["status"] for batch in shown] == ["in_progress", "completed"]
+    assert ["503" in said[0], "502" in said[1], len(said)] == [True, True, 2]
+
+
+def test_a_file_whose_batch_is_refused_is_not_left_behind(stub: str, jobs: Path) -> None:
+    client = BatchClient(stub, None)
+    jobs = jobs.rename(jobs.with_name("refused.jsonl"))
+    too_many = {str(index): "x" for index in range(17)}
+    with pytest.raises(BatchServiceError, match="16"):
+        client.submit(jobs, endpoint="/v1/completions", window="1h", metadata=too_many)
+    files = httpx.get(f"{stub}/v1/files", params={"limit": 100}).json()["data"]
+    client.close()
+    assert files
+    assert jobs.name not in [file["filename"] for file in files]
 
 
 def test_run_finds_its_batch_behind_pages_of_newer_ones(
