@@ -48,6 +48,7 @@ class UploadReader:
         self._name = ""
         self._value = bytearray()
         self._pieces: list[bytes] = []
+        self._num_parts = 0
         self._is_file = False
         self._is_whole = False
         self._parser = MultipartParser(
@@ -123,6 +124,9 @@ class UploadReader:
         self._header_name = self._header_value = b""
 
     def _end_headers(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_FIELDS + 1:
+            raise ApiError(400, f"the upload has more than {MAX_FIELDS} fields")
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode(errors="replace")
         self._is_file = self._name == "file"
@@ -130,8 +134,6 @@ class UploadReader:
             if self.upload.filename is not None:
                 raise ApiError(400, "the upload has more than one part file", param="file")
             self.upload.filename = clean_filename(options.get(b"filename", b""))
-        elif len(self.upload.fields) >= MAX_FIELDS:
-            raise ApiError(400, f"the upload has more than {MAX_FIELDS} fields")
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:

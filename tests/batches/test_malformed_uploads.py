@@ -110,6 +110,7 @@ BAD_FORMS = {
     "another boundary": (PURPOSE + FILE + END).replace(b"--b", b"--c"),
     "a field without end": PART % (b"purpose", b"x" * 100_000) + END,
     "fields without end": b"".join(PART % (b"f%d" % i, b"x") for i in range(100)) + FILE + END,
+    "one field again and again": PART % (b"purpose", b"batch") * 100 + FILE + END,
     "a header without end": b"--b\r\n" + b"X-Long: " + b"y" * 1_000_000 + b"\r\n\r\n" + END,
     "headers without end": b"--b\r\n" + b"X-H: y\r\n" * 100_000 + b"\r\n" + END,
     "no name": b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n" + END,
