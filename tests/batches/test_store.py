@@ -137,6 +137,25 @@ def test_a_retried_batch_does_its_failed_lines_again_and_keeps_its_answers(
     assert batch.error_file_id is None
 
 
+def test_an_output_file_that_a_retry_took_away_takes_no_answers_with_it(store: JobStore) -> None:
+    number = add_batch(store, 4)
+    claim(store, number)
+    answer(store, number, [0, 2], done=None)
+    answer(store, number, [1, 3], ok=False, done=Span(0, 4))
+    ended = finish(store, number)
+    with store.database.read() as connection:
+        output = files.find_file(connection, ended.output_file_id, "one", NOW_S)
+    assert output is not None
+    with store.database.write() as connection:
+        batch_rows.reopen_batch(connection, ended, NOW_S)
+    with store.database.write() as connection:
+        files.delete_file(connection, output)  # asked for before, and late
+    claim(store, number)
+    answer(store, number, [1, 3], done=Span(1, 4))
+    batch = finish(store, number)
+    assert sorted(content(store, batch.output_file_id)) == [f"line-{index}" for index in range(4)]
+
+
 def test_cancelled_and_paused_batches_give_no_lines(store: JobStore) -> None:
     number = add_batch(store, 5)
     with store.database.write() as connection:

@@ -75,9 +75,15 @@ def open_batch_of(connection: Connection, file_id: str) -> str | None:
 
 
 def delete_file(connection: Connection, file: FileRow) -> None:
-    """Forget a file and, of an output or error file, the records that were its content."""
-    connection.execute(delete(files).where(files.c.number == file.number))
-    if file.source in OUTCOME_OF_SOURCE:
+    """Forget a file and, of an output or error file, the records that were its content.
+
+    Not the records if the file is gone: its batch was retried, and they stand in its next one.
+    """
+    # Nobody retries the batch meanwhile.
+    batch = select(batches.c.number).where(batches.c.number == file.batch_number)
+    connection.execute(batch.with_for_update())
+    is_there = connection.execute(delete(files).where(files.c.number == file.number)).rowcount == 1
+    if is_there and file.source in OUTCOME_OF_SOURCE:
         outcome = OUTCOME_OF_SOURCE[file.source]
         connection.execute(
             delete(lines).where(
@@ -96,8 +102,9 @@ def extend_file(connection: Connection, file_id: str, until_s: float) -> None:
 
 
 def expired_files(connection: Connection, now_s: float) -> Sequence[FileRow]:
-    """Files whose time is over."""
-    return connection.execute(select(files).where(files.c.expires_at_s <= now_s)).all()
+    """Files whose time is over, by their batches, as which they are locked."""
+    query = select(files).where(files.c.expires_at_s <= now_s).order_by(files.c.batch_number)
+    return connection.execute(query).all()
 
 
 def blob_ids(connection: Connection) -> set[str]:
