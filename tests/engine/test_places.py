@@ -47,8 +47,13 @@ def server(server_for, write_config):
     post(server, "/abort_request", {"abort_all": True})
 
 
-def long_bodies(num: int) -> list[dict[str, Any]]:
-    return [completion(f"long {number}", 1500, rid=f"long-{number}") for number in range(num)]
+def long_bodies(num: int, num_tokens: int = 1500) -> list[dict[str, Any]]:
+    return [completion(f"long {number}", num_tokens, rid=f"long-{number}") for number in range(num)]
+
+
+def outlasting() -> list[dict[str, Any]]:
+    """Who has all places for longer than another one can wait."""
+    return long_bodies(PLACES, 600)
 
 
 def num_given(server) -> float:
@@ -62,7 +67,7 @@ def waiting_ahead(server, num: int) -> list[str]:
 
 async def beside_long(server, body: dict[str, Any]) -> list[httpx.Response]:
     """One online request that comes when others have all places."""
-    long = asyncio.create_task(send_all(server, long_bodies(PLACES)))
+    long = asyncio.create_task(send_all(server, outlasting()))
     await until(lambda: long.done() or num_running(server) == PLACES, "all places are taken")
     return [*await send_all(server, [body]), *await long]
 
@@ -74,7 +79,7 @@ def test_a_decode_that_is_ahead_gives_its_place_and_answers_the_same(
     server = server_for((*ARGS, *variant), config=str(write_config(**CONFIG)), env=STRICT)
     num_before = num_given(server)
     answers = asyncio.run(beside_long(server, QUICK))
-    assert texts(answers) == stock_texts([QUICK, *long_bodies(PLACES)])
+    assert texts(answers) == stock_texts([QUICK, *outlasting()])
     wait_until(lambda: num_given(server) > num_before, "a place changed hands")
     assert metric(server, "echo_sgl_retractions_total") == 0
 
@@ -108,7 +113,7 @@ def test_ranks_let_the_same_places_change_hands(server_for, write_config, stock_
 
     with server_for.once(args, config=config, env=env) as server:
         answers = asyncio.run(beside_long(server, QUICK))
-        assert texts(answers) == stock_texts([QUICK, *long_bodies(PLACES)])
+        assert texts(answers) == stock_texts([QUICK, *outlasting()])
         wait_until(lambda: num_given(server) > 0, "a place changed hands")
         wait_until(lambda: len(decisions(0)) == len(decisions(1)), "both ranks are done")
         assert decisions(0) == decisions(1)
