@@ -72,20 +72,18 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     Exit code 1: no hardware that was tried keeps the SLO, or not with the offline work beside it.
     """
     from echo_sgl.cli.budget import read_slo
-    from echo_sgl.cli.plan_picture import check_picture, draw_picture
+    from echo_sgl.cli.plan_picture import draw_picture
     from echo_sgl.config import load_config, resolve_config_path
     from echo_sgl.sim.trace_files import read_trace_file
 
     targets = read_slo(slo)
-    multiples = _loads(loads) if picture is not None else ()
-    if picture is not None:
-        check_picture(picture)
+    echo = promising(load_config(resolve_config_path(config)), targets)
+    multiples = _picture_loads(picture, loads, echo)
     measured = _profiles(profile)
     prices = _prices(price_per_hour, tuple(measured))
     resources = _resources(kv_tokens, instances, tuple(measured))
     read = read_trace_file(trace, skip_empty=skip_empty)
     offline = _offline_work(jobs, job_output_tokens)
-    echo = promising(load_config(resolve_config_path(config)), targets)
     settings = {
         "page_tokens": page_tokens,
         "max_running_requests": max_running_requests,
@@ -99,6 +97,24 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     if picture is not None:
         draw_picture(picture, points)
     _exit(found)
+
+
+def _picture_loads(picture: Path | None, loads: str, echo: EchoConfig) -> tuple[float, ...]:
+    """At which loads the picture shows the hardware; none without one.
+
+    Errors: `ConfigError` when it could not be drawn.
+    """
+    from echo_sgl.cli.plan_picture import check_picture
+
+    multiples = _loads(loads)
+    if picture is None:
+        return ()
+    check_picture(picture)
+    if not (echo.slo.ttft_s and echo.slo.tpot_s):
+        raise ConfigError(
+            "--picture shows how many requests keep both promises; name a ttft and a tpot in --slo"
+        )
+    return multiples
 
 
 def _profiles(paths: list[Path]) -> dict[str, Profile]:

@@ -28,6 +28,8 @@ def check_picture(path: Path) -> None:
     """Errors: `ConfigError` when no such picture could be drawn; said before anything runs."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"--picture is {str(path)!r}; the name must end in {', '.join(FORMATS)}")
+    if path.is_dir():
+        raise ConfigError(f"--picture is {str(path)!r}, which is a folder; name a file in it")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"--picture is {str(path)!r}; its folder does not exist")
     if importlib.util.find_spec("matplotlib") is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def table(
     limits = [one.name for one in targets]
     yield _row(("device", "instances", "KV tokens", *limits, "SLO"))
     for trial in found.trials:
-        values = [f"{trial.values_s[name]:.4g} s" for name in limits]
+        values = [_seconds(trial.values_s[name]) for name in limits]
         size = (str(trial.resource.num_instances), f"{trial.resource.kv_tokens:,}")
         verdict = "kept" if trial.is_kept else "broken"
         yield _row((trial.resource.device, *size, *values, verdict))
@@ -41,8 +42,10 @@ def _whole(found: Plan, targets: Sequence[Target], prices: Prices) -> Iterator[s
         return
     yield f"whole trace with offline work: {whole.duration_s / 3600:.2f} h simulated"
     yield f"  SLO beside it     {'kept' if found.is_kept_beside else 'broken'}: " + ", ".join(
-        f"{one.name} {whole.statistic_s(one.metric, one.statistic):.4g} s" for one in targets
+        f"{one.name} {_seconds(whole.statistic_s(one.metric, one.statistic))}" for one in targets
     )
+    if whole.online_unfinished:
+        yield f"  not done          {whole.online_unfinished:,} online requests of one instance"
     if whole.refused or whole.offline_refused:
         yield (
             f"  refused           {whole.refused} requests, {whole.offline_refused} lines of one "
@@ -105,6 +108,11 @@ def document(
         "loads": [dataclasses.asdict(one) for one in points],
         "warnings": list(warnings),
     }
+
+
+def _seconds(value_s: float) -> str:
+    """Of requests of one token nobody knows a TPOT."""
+    return "-" if math.isnan(value_s) else f"{value_s:.4g} s"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -51,12 +51,13 @@ def sweep(
     start_s = busiest_start_s(online, SWEEP_S)
     busiest = online.between(start_s, start_s + SWEEP_S)
     lines = line_share(offline, num_instances)
+    num_shares = len(offline) / max(1, len(lines))
     for number, load in enumerate(loads):
         on_progress(number / len(loads))
         share = at_load(instance_share(busiest, num_instances), load)
         end_s = share.at_s[-1] + DRAIN_PROMISES * config.echo.slo.ttft_s
         results = run(config, share, lines, until_s=end_s)
-        sold = offline_tokens_per_s(results, len(lines)) * num_instances
+        sold = offline_tokens_per_s(results, len(lines)) * num_shares
         yield LoadPoint(load, results.online_kept / len(share), sold)
 
 

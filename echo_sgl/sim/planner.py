@@ -68,7 +68,7 @@ class Plan:
     def is_kept_beside(self) -> bool:
         """Whether the SLO holds over the whole trace, with offline work beside it."""
         whole = self.whole
-        if whole is None or whole.refused or whole.is_out_of_kv:
+        if whole is None or whole.refused or whole.is_out_of_kv or whole.online_unfinished:
             return False
         return max(self.whole_load.values()) <= 1.0
 
@@ -149,6 +149,7 @@ def make_plan(
             instance_share(online, chosen.num_instances),
             lines,
             until_s=end_s,
+            finishes_online=True,
             on_progress=lambda now_s: on_progress(what, min(1.0, now_s / end_s)),
         )
         load = whole.load(targets)
@@ -284,12 +285,13 @@ def run(
     offline: Trace | None,
     *,
     until_s: float = math.inf,
+    finishes_online: bool = False,
     on_progress: Progress | None = None,
 ) -> SimResults:
     """Simulate; a pool that is too small for what SGLang lets in ends the run where it is."""
     server = SimServer(config, online, offline or empty_trace(Task.OFFLINE))
     try:
-        server.run(until_s=until_s, on_progress=on_progress)
+        server.run(until_s=until_s, finishes_online=finishes_online, on_progress=on_progress)
     except OutOfKvError:
         server.results.is_out_of_kv = True
     return server.results

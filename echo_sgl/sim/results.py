@@ -26,7 +26,8 @@ class SimResults:
     """Counts and columns; one entry per finished online request in the arrays.
 
     `online_kept`: requests whose promises were both kept. `refused`: online requests that can
-    never fit. `offline_by_interval`: offline tokens
+    never fit. `unfinished`: requests that came and were not done at the end, `online_unfinished`:
+    online ones that were not done, or had not come. `offline_by_interval`: offline tokens
     (prompt and answer) of requests that ended in each `INTERVAL_S`. `is_out_of_kv`: the run ended
     early because requests that were let in outgrew the pool. `digest` is over every step: two runs
     that agree in it did the same.
@@ -46,6 +47,7 @@ class SimResults:
     refused: int = 0
     offline_refused: int = 0
     unfinished: int = 0
+    online_unfinished: int = 0
     is_out_of_kv: bool = False
     online_prompt_tokens: int = 0
     online_cached_tokens: int = 0
@@ -148,6 +150,7 @@ class SimResults:
                 "refused",
                 "offline_refused",
                 "unfinished",
+                "online_unfinished",
                 "offline_tokens",
                 "offline_output_tokens",
                 "num_parks",

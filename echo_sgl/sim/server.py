@@ -87,13 +87,28 @@ class SimServer:
         )
         return waiting + running + prefilling + len(self._unseen)
 
-    def run(self, *, until_s: float = math.inf, on_progress: Progress | None = None) -> None:
+    @property
+    def num_online_unfinished(self) -> int:
+        """Online requests that are not done, or did not come yet."""
+        num_ended = self.results.online_done + self.results.refused
+        return len(self._traces[Task.ONLINE]) - num_ended
+
+    def run(
+        self,
+        *,
+        until_s: float = math.inf,
+        finishes_online: bool = False,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """See `simulate`. `finishes_online`: go on for as long as online requests are not done."""
         starts = [trace.at_s[0] for trace in self._traces.values() if len(trace)]
         self.results.start_s = self.results.end_s = min(starts, default=0.0)
         for task, trace in self._traces.items():
             if len(trace):
                 self._expect(task, 0)
-        while len(self._events) and self.results.end_s < until_s:
+        while len(self._events) and (
+            self.results.end_s < until_s or (finishes_online and self.num_online_unfinished)
+        ):
             now_s, priority, event = self._events.pop()
             if priority is Priority.ARRIVAL:
                 self._reach(now_s, *event)
@@ -103,6 +118,7 @@ class SimServer:
                 if on_progress is not None and not self.results.num_steps % PROGRESS_STEPS:
                     on_progress(now_s)
         self.results.unfinished = self.num_unfinished
+        self.results.online_unfinished = self.num_online_unfinished
         counts = self.scheduler.tree.counts
         self.results.evicted_tokens = counts.evicted_tokens
         self.results.evicted_needed_tokens = counts.evicted_needed_tokens

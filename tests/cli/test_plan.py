@@ -95,9 +95,42 @@ def test_the_picture_shows_what_more_load_costs(files: dict[str, str], tmp_path:
     assert "promises kept" in run(files, *options, "--picture", str(picture))[1]
 
 
+def test_a_job_of_one_line_is_sold_once_however_many_instances_there_are(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    jobs = Path(files["jobs.jsonl"])
+    jobs.write_text(jobs.read_text().splitlines()[0])
+    options = ("--jobs", str(jobs), "--kv-tokens", "40000", "--instances", "4", "--loads", "1")
+    plan = json.loads(run(files, *options, "--picture", str(tmp_path / "p.svg"), "--json")[1])
+    assert plan["loads"][0]["offline_tokens_per_s"] == pytest.approx(
+        plan["offline_tokens_per_s"], rel=0.1
+    )
+
+
+def test_the_last_requests_are_waited_for_before_the_slo_is_judged(files: dict[str, str]) -> None:
+    path = Path(files["trace.csv"])
+    with path.open("a") as trace:
+        trace.write("300,3000,50\n" * 40)
+    options = ("--jobs", files["jobs.jsonl"], "--kv-tokens", "400000", "--json")
+    code, out, _ = run(files, *options, slo="ttft_p99=9s,tpot_p99=9s")
+    whole = json.loads(out)["whole"]
+    assert (code, whole["online_done"], whole["online_unfinished"]) == (0, 640, 0)
+    late = run(files, *options, slo=f"ttft_p99={whole['ttft_p99_s'] * 0.9}s,tpot_p99=9s")
+    assert late[0] == 1
+
+
+def test_what_nobody_measured_is_shown_as_a_dash(files: dict[str, str]) -> None:
+    Path(files["trace.csv"]).write_text("t_s,context_tokens,generated_tokens\n0,100,1\n9,100,1\n")
+    code, out, _ = run(files, "--kv-tokens", "40000")
+    assert code == 0
+    assert "tpot_p99 -" in out and "nan" not in out
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        (("--picture", ".svg"), "name must end in"),
+        (("--loads", "one"), "write numbers"),
         (("--picture", "plan.gif"), "must end in .svg, .png, .pdf"),
         (("--picture", "nowhere/plan.svg"), "its folder does not exist"),
         (("--picture", "plan.svg", "--loads", "0,1"), "numbers above 0 are simulated"),
@@ -110,6 +143,18 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         run(files, *options)
+
+
+def test_a_picture_of_promises_needs_both(files: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="name a ttft and a tpot"):
+        run(files, "--picture", "plan.svg", slo="ttft_p99=1s")
+
+
+def test_a_picture_is_no_folder(files: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "plan.svg"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        run(files, "--picture", str(folder))
 
 
 def test_requests_that_the_whole_trace_has_and_the_pool_has_no_room_for_break_the_plan(
