@@ -247,7 +247,19 @@ def parse_config(document: Mapping[str, Any]) -> EchoConfig:
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name} is {values!r}; write it as a section: [{name}]")
         parsed[name] = _parse_section(name, default, values)
+    _check_slo(parsed["slo"])
     return _resolve_limit(_resolve_cache_order(EchoConfig(**parsed)))
+
+
+def _check_slo(slo: SloConfig) -> None:
+    """A request may always ask for more time than is promised."""
+    for name in ("ttft_s", "tpot_s"):
+        promised_s, least_s = getattr(slo, name), getattr(slo, f"min_{name}")
+        if 0.0 < promised_s < least_s:
+            raise ConfigError(
+                f"slo.min_{name} is {least_s}, above slo.{name}, {promised_s}; it is the least "
+                "that a request may ask for itself, so it can be at most the promise"
+            )
 
 
 def _resolve_limit(config: EchoConfig) -> EchoConfig:
@@ -282,7 +294,7 @@ def resolve_config_path(name: str) -> Path:
     """A path as given, or the packaged preset of that name ("echo" or "echo.toml")."""
     given = Path(name)
     preset = _presets_dir() / f"{given.stem}.toml"
-    if not given.exists() and given.parent == Path() and preset.exists():
+    if not given.is_file() and given.parent == Path() and preset.exists():
         return preset
     return given.absolute()
 

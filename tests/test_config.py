@@ -52,6 +52,13 @@ def test_the_presets_of_the_ablation_are_all_shipped():
     assert known <= set(preset_names())
 
 
+def test_echo_toml_names_every_setting():
+    document = tomllib.loads(resolve_config_path("echo").read_text())
+    for section in dataclasses.fields(EchoConfig):
+        names = {one.name for one in dataclasses.fields(getattr(EchoConfig(), section.name))}
+        assert document[section.name].keys() == names
+
+
 def test_an_empty_file_is_the_defaults(tmp_path):
     path = tmp_path / "empty.toml"
     path.write_text("")
@@ -107,6 +114,10 @@ def test_switches_and_texts_are_taken_as_they_are():
         ({"steps": {"park": 1}}, "steps.park is 1; allowed are true, false"),
         ({"steps": {"max_inflation": 0.9}}, "allowed is 1.0 to 1000.0"),
         ({"estimator": {"profile": 3}}, "estimator.profile is 3; it must be a text"),
+        (
+            {"slo": {"ttft_s": 1.0, "min_ttft_s": 2.0}},
+            "slo.min_ttft_s is 2.0, above slo.ttft_s, 1.0; .* at most the promise",
+        ),
         ({"slo": {"tpot_s": -1}}, "slo.tpot_s is -1; allowed is 0.0 to 3600.0"),
         ({"cache": {"protected_share": 1.1}}, "protected_share is 1.1; allowed is 0.0 to 1.0"),
         ({"reserve": {"k": -1}}, "reserve.k is -1; allowed is 0.0 to 100.0"),
@@ -140,5 +151,8 @@ def test_a_preset_is_found_by_name_and_a_file_by_path(tmp_path, monkeypatch):
     assert resolve_config_path("echo").name == "echo.toml"
     assert resolve_config_path("echo").exists()
     own = tmp_path / "echo"
+    own.mkdir()
+    assert resolve_config_path("echo").name == "echo.toml"
+    own.rmdir()
     own.write_text("")
     assert resolve_config_path("echo") == own
