@@ -122,13 +122,16 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     All lines are checked before the first one is sent. A server that is away, restarts or is
     full (429, 503) is waited for. Exit code: 0 when every valid line has its record (also one in
-    the error file), 2 for what you can mend, 130 when interrupted (run it again to resume).
+    the error file), 1 when the server's batch failed, expired or was cancelled, 2 for what you can
+    mend, 130 when interrupted (run it again to resume).
     """
     from echo_sgl.cli.batch_run import BatchRun, execute
     from echo_sgl.cli.hand_over import hand_over
     from echo_sgl.cli.sender import SendOptions
     from echo_sgl.cli.url import server_roots
 
+    if jobs is not None and input_file is not None:
+        raise typer.BadParameter(f"the job file is {jobs} and, by -i, {input_file}; name one")
     jobs = jobs or input_file
     if jobs is None or output is None:
         raise typer.BadParameter("name the job file and where answers go: JOBS --output OUTPUT")

@@ -255,6 +255,7 @@ def test_mistakes_end_with_code_2_and_say_what_to_do(stub: str, jobs: Path) -> N
         (("submit", jobs.with_name("gone"), "--url", stub), "cannot be read"),
         (("status", "batch_0", "--url", stub), "no batch has the id"),
         (("run", "--url", stub), "name the job file"),
+        (("run", jobs, "-i", jobs, "-o", jobs.with_name("o"), "--url", stub), "name one"),
     ):
         result = run_cli("batch", *arguments)
         assert result.returncode == 2, arguments
