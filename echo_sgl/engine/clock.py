@@ -33,6 +33,7 @@ class StepClock:
 
     def __init__(self, take_measured: Callable[[], Measured], *, is_shared: bool) -> None:
         self._take_measured, self._is_shared = take_measured, is_shared
+        self._has_ticked = False
         self._last_tick_s = 0.0
         self.now_s = 0.0
 
@@ -43,6 +44,7 @@ class StepClock:
         """
         if not self._is_shared:
             return []
+        self._has_ticked = True
         now_s, measured = time.perf_counter(), self._take_measured()
         if not measured and now_s - self._last_tick_s < IDLE_INTERVAL_S:
             return []
@@ -54,6 +56,8 @@ class StepClock:
         if not self._is_shared:
             self.now_s = time.perf_counter()
             return messages, self._take_measured()
+        if not self._has_ticked:
+            self._take_measured()  # nobody else asks for what this rank measured
         measured: Measured = []
         for message in messages:
             if isinstance(message, ClockTick):
