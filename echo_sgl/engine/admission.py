@@ -34,6 +34,15 @@ def is_offline(req: Req) -> bool:
     return task_of(req) is Task.OFFLINE if terms is None else terms.is_offline
 
 
+def is_held_back(req: Req) -> bool:
+    """Whether limits for offline work hold for a request.
+
+    Not for one that is to end already: it waits in SGLang's queue, before others, for the one
+    token with which SGLang ends it.
+    """
+    return is_offline(req) and req.to_finish is None
+
+
 class EchoSchedulePolicy(SchedulePolicy):
     """SGLang's own order for the online requests; offline candidates stay behind them.
 
@@ -98,7 +107,7 @@ class EchoPrefillAdder(PrefillAdder):
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        add = self._add_offline if is_offline(req) else self._add_online_making_room
+        add = self._add_offline if is_held_back(req) else self._add_online_making_room
         result = add(req, has_chunked_req, truncation_align_size)
         if result is AddReqResult.NO_TOKEN and not self._was_added(req):
             self._refuse_for_memory(req)
@@ -152,7 +161,7 @@ class EchoPrefillAdder(PrefillAdder):
 
     def preempt_to_schedule(self, req: Req) -> bool:
         """Free a request slot for an online request; an offline one waits."""
-        if not is_offline(req) and self._makes_place(req):
+        if not is_held_back(req) and self._makes_place(req):
             return True
         num_running = len(self.running_batch.reqs) + len(self.control.parked)
         self.control.refuse(Reason.SLOT, req.rid, num_running=num_running)

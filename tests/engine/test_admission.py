@@ -25,6 +25,22 @@ def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPre
     return one
 
 
+@pytest.mark.parametrize(("to_finish", "path"), [(None, "offline"), ("abort", "online")])
+def test_an_offline_request_that_is_to_end_is_not_held_back(to_finish, path):
+    """It waits before online ones: SGLang's loop would end with it at each pass."""
+    one = object.__new__(EchoPrefillAdder)
+    one.can_run_list = []
+    one._add_offline = lambda *args: "offline"
+    one._add_online_making_room = lambda *args: "online"
+    one._makes_place = lambda req: True
+    one.running_batch = SimpleNamespace(reqs=[])
+    one.control = SimpleNamespace(parked=[], refuse=lambda *args, **facts: None)
+    terms = SimpleNamespace(is_offline=True)
+    req = SimpleNamespace(rid="a", echo_terms=terms, to_finish=to_finish)
+    assert one.add_one_req(req, False, None) == path
+    assert one.preempt_to_schedule(req) is (path == "online")
+
+
 def request(num_tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
         prefix_len=0, host_hit_length=0, full_untruncated_fill_ids=range(num_tokens)

@@ -70,7 +70,9 @@ def control() -> StepControl:
 
 def request(rid: str, **params: str) -> SimpleNamespace:
     sampling_params = SimpleNamespace(custom_params=params or None)
-    return SimpleNamespace(rid=rid, sampling_params=sampling_params, finished=lambda: False)
+    return SimpleNamespace(
+        rid=rid, sampling_params=sampling_params, finished=lambda: False, to_finish=None
+    )
 
 
 @pytest.mark.parametrize("params", [{}, {"service_tier": OFFLINE_SERVICE_TIER}])
