@@ -94,6 +94,11 @@ def retract(batch: ScheduleBatch, req: Req, *, num_decoding: int) -> None:
     batch.filter_batch(keep_indices=[one for one in range(len(batch.reqs)) if one != index])
 
 
+def has_prompt_logprobs(req: Req) -> bool:
+    """Whether a request is to say how likely tokens of its prompt were."""
+    return req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+
+
 def _split(batch: ScheduleBatch, indices: Sequence[int]) -> ScheduleBatch:
     """Move requests into a new batch. Both go on independently: no tensor is changed in place."""
     chosen = set(indices)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 from sglang.srt.environ import envs
@@ -11,6 +13,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 
+from echo_sgl.engine.admission import EchoSchedulePolicy
 from echo_sgl.engine.clock import StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.metrics import SchedulerMetrics
@@ -26,6 +29,8 @@ class PoolIntake(Scheduler):
     pause, new weights.
     """
 
+    chunked_req: Req | None
+    policy: EchoSchedulePolicy
     waiting_queue: list[Req]
     running_batch: ScheduleBatch
     offline_pool: OfflinePool
@@ -88,6 +93,16 @@ class PoolIntake(Scheduler):
             self._resume_all()
         super().abort_request(recv_req)
 
+    def _abort_on_queued_limit(self, recv_req: Req) -> bool:
+        offered = self.policy.offered
+        if not offered:
+            return super()._abort_on_queued_limit(recv_req)
+        # Those that this pass offers are in the queue for its length only: they do not fill it.
+        self.waiting_queue = [req for req in self.waiting_queue if req not in offered]
+        is_aborted: bool = super()._abort_on_queued_limit(recv_req)
+        self.waiting_queue.extend(offered)
+        return is_aborted
+
     def _poll_timeout_aborts(self) -> list[Any]:
         aborts: list[Any] = [*self.echo_clock.tick(), *super()._poll_timeout_aborts()]
         if (timeout_s := envs.SGLANG_REQ_WAITING_TIMEOUT.get()) > 0:
@@ -117,6 +132,14 @@ class PoolIntake(Scheduler):
             self.running_batch = parked
         else:
             self.running_batch.merge_batch(parked)
+
+    def running_reqs(self) -> Iterable[Req]:
+        """Requests that hold KV, each once: decoding, parked, just prefilled, between chunks."""
+        launched = self.last_batch.reqs if self.last_batch is not None else []
+        chunked = [self.chunked_req] if self.chunked_req is not None else []
+        holding = chain(self.running_batch.reqs, self.step_control.parked, launched, chunked)
+        by_rid = {req.rid: req for req in holding}
+        return (req for req in by_rid.values() if not req.finished())
 
     def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
         pooled = len(self.offline_pool) > 0 and not ignore_waiting

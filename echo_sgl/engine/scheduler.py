@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,12 +33,17 @@ from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.pool_intake import PoolIntake
 from echo_sgl.engine.questions import answer_question, obey
 from echo_sgl.engine.recording import RecordingLog
 from echo_sgl.engine.refusals import Reason
 from echo_sgl.engine.server_facts import server_facts
-from echo_sgl.engine.settings import active_config, refuse_unsupported
+from echo_sgl.engine.settings import (
+    active_config,
+    refuse_aligned_chunks,
+    refuse_unsupported,
+)
 from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.step_timing import install_step_timer
 from echo_sgl.engine.weighing import Weighing
@@ -74,6 +77,7 @@ class EchoScheduler(PoolIntake):
         self.offline_pool = OfflinePool(order, self.offline_config.max_pool_requests)
         self.offer_size = OfferSize()
         self._parked_chunks: list[Req] = []
+        self._shed: list[Req] = []
         self.recording = RecordingLog()
 
     def init_schedule_policy(self) -> None:
@@ -91,6 +95,8 @@ class EchoScheduler(PoolIntake):
             chunk_tokens=self.chunked_prefill_size or self.max_prefill_tokens,
             watch=self.deadline_watch,
             rank=get_parallel().tp_rank,
+            # SGLang makes room for adapters of those that run; who sits out would lose its own.
+            can_park=not self.enable_lora,
         )
         leads = _leads_its_replica()
         self.echo_metrics = SchedulerMetrics.create(
@@ -111,6 +117,10 @@ class EchoScheduler(PoolIntake):
         self.trades_places = not self.enable_priority_scheduling
         # SGLang then asks our adder whether a full batch can make room for a request.
         self.enable_priority_preemption = True
+
+    def check_truncation_align_fits_chunk(self) -> None:
+        refuse_aligned_chunks(self.truncation_align_size)
+        super().check_truncation_align_fits_chunk()
 
     def _bind_cache(self) -> None:
         """Let the cache know who waits for it, and the pool who ended."""
@@ -233,7 +243,7 @@ class EchoScheduler(PoolIntake):
             with self.step_control.own_time:
                 self.step_control.select_decodes(batch)
         # Before SGLang retracts from those that decode.
-        while not batch.check_decode_mem() and self._retract_one(batch, ()):
+        while not batch.check_decode_mem() and self._retract_parked(batch):
             pass
         decode_batch: ScheduleBatch | None = super().update_running_batch(batch)
         return decode_batch
@@ -276,6 +286,8 @@ class EchoScheduler(PoolIntake):
             return
         if req is self._pending_chunked_abort_req or req.to_finish is not None:
             return
+        if has_prompt_logprobs(req):
+            return  # they would be lost with its chunks
         inflight_middle_chunks, retraction_count = req.inflight_middle_chunks, req.retraction_count
         retract_all(
             reqs=[req],
@@ -292,27 +304,25 @@ class EchoScheduler(PoolIntake):
         self._parked_chunks.append(req)
 
     def _shed_offline(self, running_batch: ScheduleBatch) -> None:
-        """Retract offline requests that outgrew what the reserve leaves, parked ones first."""
+        """Retract offline requests that outgrew what the reserve leaves, parked ones first.
+
+        They return to the pool after this pass: a token of theirs may be in flight, and would be
+        counted twice if they started again at once.
+        """
         # They are counted only where it may matter: one alone may have more than several.
         if self.kv_limits.is_within:
             return
         while self.kv_limits.excess_tokens(self._num_offline(running_batch)):
-            if not self._retract_one(running_batch, running_batch.reqs):
+            victim = self.step_control.retract_one(running_batch, running_batch.reqs)
+            if victim is None:
                 return
+            self._shed.append(victim)
 
-    def _retract_one(self, batch: ScheduleBatch, running: Sequence[Req]) -> bool:
-        victim = self.step_control.retract_one(batch, running)
+    def _retract_parked(self, batch: ScheduleBatch) -> bool:
+        victim = self.step_control.retract_one(batch, ())
         if victim is not None:
             self._add_request_to_queue(victim, is_retracted=True)
         return victim is not None
-
-    def running_reqs(self) -> Iterable[Req]:
-        """Requests that hold KV, each once: decoding, parked, just prefilled, between chunks."""
-        launched = self.last_batch.reqs if self.last_batch is not None else []
-        chunked = [self.chunked_req] if self.chunked_req is not None else []
-        holding = chain(self.running_batch.reqs, self.step_control.parked, launched, chunked)
-        by_rid = {req.rid: req for req in holding}
-        return (req for req in by_rid.values() if not req.finished())
 
     def _offline_chunk_tokens(self) -> int | None:
         limit = self.offline_config.max_prefill_tokens_per_step
@@ -340,7 +350,7 @@ class EchoScheduler(PoolIntake):
         return self.weighing.reorder(offered, self.step_control.planner, self.echo_clock.now_s)
 
     def _take_back_offered(self, batch: ScheduleBatch | None) -> None:
-        """Settle who left the pool, and put back what was parked."""
+        """Settle who left the pool, and put back what was parked or shed."""
         offered, self.policy.offered = set(self.policy.offered), ()
         started = [req for req in batch.reqs if req in offered] if batch is not None else []
         for req in started:
@@ -351,7 +361,9 @@ class EchoScheduler(PoolIntake):
         for req in self._parked_chunks:
             self.step_control.counts.num_prefill_parks += 1
             self._pool(req, resumed=True)
-        self._parked_chunks = []
+        for req in self._shed:
+            self._add_request_to_queue(req, is_retracted=True)
+        self._parked_chunks, self._shed = [], []
 
     def _launched_prefills(self) -> list[Req]:
         """Requests of a prefill step whose result overlap scheduling has yet to process."""

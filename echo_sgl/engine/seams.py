@@ -69,6 +69,8 @@ RELIED_ON = (
     Seam(f"{_SCHEDULER}._add_request_to_queue", "self req is_retracted"),
     Seam(f"{_SCHEDULER}._set_or_validate_priority", "self req"),
     Seam(f"{_SCHEDULER}._release_aborted_request", "self req"),
+    Seam(f"{_SCHEDULER}._abort_on_queued_limit", "self recv_req"),
+    Seam(f"{_SCHEDULER}.check_truncation_align_fits_chunk", "self"),
     Seam(f"{_SCHEDULER}._prefetch_kvcache", "self req storage_hit_end"),
     Seam(f"{_SCHEDULER}.send_abort_output", "self abort_req req"),
     Seam(f"{_SCHEDULER}.abort_request", "self recv_req"),

@@ -16,6 +16,19 @@ def active_config() -> EchoConfig:
     return load_config(os.environ[CONFIG_ENV])
 
 
+def refuse_aligned_chunks(align_tokens: int | None) -> None:
+    """A step's limit cuts prefills anywhere; some kernels want chunks of so many tokens.
+
+    Errors: `UnsupportedEngineError`.
+    """
+    if align_tokens is not None:
+        raise UnsupportedEngineError(
+            f"Echo does not support prefill chunks of a multiple of {align_tokens} tokens, which "
+            "--enable-deterministic-inference on FlashInfer and some models ask for. "
+            f"Leave it out, or switch Echo off by unsetting {CONFIG_ENV}."
+        )
+
+
 def refuse_unsupported(server_args: Any, config: EchoConfig) -> None:
     """Name every server setting that offline scheduling is not built for.
 
@@ -33,6 +46,10 @@ def refuse_unsupported(server_args: Any, config: EchoConfig) -> None:
         "--enable-session-radix-cache": bool(server_args.enable_session_radix_cache),
         "--enable-lmcache": bool(server_args.enable_lmcache),
         "--enable-flexkv": bool(server_args.enable_flexkv),
+        "--strip-thinking-cache": bool(server_args.strip_thinking_cache),
+        "--scheduler-recv-interval > 1 with --tp-size > 1": (
+            server_args.scheduler_recv_interval > 1 and server_args.tp_size > 1
+        ),
         "--radix-cache-backend": server_args.radix_cache_backend is not None,
         "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0", "false"),
     }

@@ -65,13 +65,14 @@ class StepControl:
         chunk_tokens: int,
         watch: DeadlineWatch,
         rank: int = 0,
+        can_park: bool = True,
     ) -> None:
         self.estimator, self.timer = estimator, timer
         self._watch = watch
         self.parked = ParkedDecodes()
         self.log = StepLog()
         self.decision_log = DecisionLog.from_environment(rank)
-        self.can_park = config.steps.park
+        self.can_park = config.steps.park and can_park
         self.planner = create_step_planner(
             config,
             estimator,

@@ -10,7 +10,7 @@ import pytest
 
 from echo_sgl.config import parse_config
 from echo_sgl.engine import install, seams
-from echo_sgl.engine.settings import refuse_unsupported
+from echo_sgl.engine.settings import refuse_aligned_chunks, refuse_unsupported
 from echo_sgl.errors import UnsupportedEngineError
 
 SUPPORTED = {
@@ -25,6 +25,9 @@ SUPPORTED = {
     "enable_session_radix_cache": False,
     "enable_lmcache": False,
     "enable_flexkv": False,
+    "strip_thinking_cache": False,
+    "scheduler_recv_interval": 1,
+    "tp_size": 1,
     "radix_cache_backend": None,
     "radix_eviction_policy": "lru",
 }
@@ -76,6 +79,7 @@ def test_a_hook_that_did_not_take_is_found():
         ("enable_session_radix_cache", True, "--enable-session-radix-cache"),
         ("enable_lmcache", True, "--enable-lmcache"),
         ("enable_flexkv", True, "--enable-flexkv"),
+        ("strip_thinking_cache", True, "--strip-thinking-cache"),
         ("radix_cache_backend", "mine", "--radix-cache-backend"),
         ("radix_eviction_policy", "lfu", "--radix-eviction-policy"),
     ],
@@ -85,6 +89,19 @@ def test_what_is_not_supported_is_refused_by_name(setting, value, flag):
     refuse_unsupported(SimpleNamespace(**SUPPORTED), config)
     with pytest.raises(UnsupportedEngineError, match=f"does not support {flag}"):
         refuse_unsupported(SimpleNamespace(**SUPPORTED | {setting: value}), config)
+
+
+def test_ticks_that_would_be_lost_are_refused():
+    rarely = SUPPORTED | {"scheduler_recv_interval": 4}
+    refuse_unsupported(SimpleNamespace(**rarely), parse_config({}))
+    with pytest.raises(UnsupportedEngineError, match="--scheduler-recv-interval > 1"):
+        refuse_unsupported(SimpleNamespace(**rarely | {"tp_size": 2}), parse_config({}))
+
+
+def test_chunks_that_no_limit_may_cut_are_refused():
+    refuse_aligned_chunks(None)
+    with pytest.raises(UnsupportedEngineError, match="a multiple of 4096 tokens"):
+        refuse_aligned_chunks(4096)
 
 
 def test_sglangs_own_eviction_policies_stay_with_its_own_tree():

@@ -1,0 +1,74 @@
+"""Who waits where, decided on SGLang's own scheduler without a model behind it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.schedule_batch import Req
+
+from echo_sgl.engine.parking import has_prompt_logprobs
+from echo_sgl.engine.scheduler import EchoScheduler
+
+OFFERED = tuple(f"offered {number}" for number in range(8))
+
+
+def scheduler(**fields: Any) -> Any:
+    one = object.__new__(EchoScheduler)
+    vars(one).update(fields)
+    return one
+
+
+@pytest.mark.parametrize(("num_online", "is_aborted"), [(3, False), (4, True)])
+def test_requests_that_a_pass_offers_do_not_fill_the_queue(num_online, is_aborted, monkeypatch):
+    monkeypatch.setattr(sglang_scheduler, "_make_abort_req", lambda req, **given: given)
+    aborted: list[Any] = []
+    online = [f"online {number}" for number in range(num_online)]
+    one = scheduler(
+        max_queued_requests=4,
+        enable_priority_scheduling=False,
+        waiting_queue=[*online, *OFFERED],
+        policy=SimpleNamespace(offered=OFFERED),
+        send_abort_output=lambda abort, req: aborted.append(req),
+    )
+    trace = SimpleNamespace(abort=lambda **info: None)
+    new = SimpleNamespace(
+        rid="new",
+        http_worker_ipc=None,
+        time_stats=SimpleNamespace(trace_ctx=trace),
+    )
+    assert one._abort_on_queued_limit(new) is is_aborted
+    assert aborted == [new] * is_aborted
+    assert one.waiting_queue == [*online, *OFFERED]
+
+
+def test_who_was_shed_is_offered_again_only_after_the_pass():
+    victims = iter(["first", "second", None])
+    pooled: list[Any] = []
+    one = scheduler(
+        _shed=[],
+        _parked_chunks=[],
+        chunked_req=None,
+        kv_limits=SimpleNamespace(is_within=False, excess_tokens=lambda num: 100),
+        step_control=SimpleNamespace(parked=[], retract_one=lambda batch, running: next(victims)),
+        policy=SimpleNamespace(offered=()),
+        _add_request_to_queue=lambda req, is_retracted: pooled.append((req, is_retracted)),
+    )
+    one._shed_offline(SimpleNamespace(reqs=[]))
+    assert pooled == []
+    one._take_back_offered(None)
+    one._take_back_offered(None)
+    assert pooled == [("first", True), ("second", True)]
+
+
+@pytest.mark.parametrize(
+    ("return_logprob", "start", "has_them"),
+    [(False, 0, False), (True, -1, False), (True, 0, True), (True, 9, True), (True, 10, False)],
+)
+def test_a_prompts_logprobs_are_told_from_those_of_the_answer(return_logprob, start, has_them):
+    req = object.__new__(Req)
+    req.return_logprob, req.logprob_start_len = return_logprob, start
+    req.origin_input_ids = list(range(10))
+    assert has_prompt_logprobs(req) is has_them
