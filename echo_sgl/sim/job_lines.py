@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from array import array
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,19 @@ MAX_JOB_LINES = 1_000_000
 def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> Trace:
     """The lines of an OpenAI batch file, all there at `at_s`.
 
-    A text is taken to have `CHARS_PER_TOKEN` characters a token; texts that begin alike share
-    their whole blocks. Answers are as long as a line allows, or `output_tokens` where that is
-    above 0 and less; what a line allows is planned with in both cases. An embedding generates
-    nothing; it counts as an answer of 1 token, which is the step that computes it.
+    A text is taken to have `CHARS_PER_TOKEN` characters a token, token ids are counted, images
+    take none; prompts that begin alike share their whole blocks. A line with several prompts is
+    planned as one that holds them all. Answers are as long as a line allows, or `output_tokens`
+    where that is above 0 and less; what a line allows is planned with in both cases. A line that
+    allows 0 tokens generates nothing, nor does an embedding; each counts as an answer of 1 token,
+    which is the step that computes it.
 
     Errors: `TraceFileError` names the line.
     """
     blocks, prompts, outputs, allowed = [], array("q"), array("q"), array("q")
     for number, line in _lines(path):
         row = _row(path, number, line)
-        text = _text(row["body"])
-        if not text:
-            raise TraceFileError(
-                f"jobs {path}, line {number}: no text in body.messages, body.prompt or body.input"
-            )
+        text = _text(path, number, row["body"])
         prompts.append(-(-len(text) // CHARS_PER_TOKEN))
         blocks.append(hashed_blocks(text))
         most = _most_tokens(path, number, row)
@@ -91,15 +91,35 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _text(body: dict[str, Any]) -> str:
-    messages = body.get("messages", ())
-    parts = [body.get("prompt"), body.get("input")]
-    if isinstance(messages, list):
-        for message in messages:
-            content = message.get("content") if isinstance(message, dict) else None
-            many = content if isinstance(content, list) else [content]
-            parts += [one.get("text") if isinstance(one, dict) else one for one in many]
-    return "\n".join(part for part in parts if isinstance(part, str))
+def _text(path: Path, number: int, body: dict[str, Any]) -> str:
+    """What takes tokens in a prompt; at least one character, as no prompt has no token."""
+    given = [body.get(name) for name in ("prompt", "input", "messages")]
+    messages = given[2] if isinstance(given[2], list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    text = "\n".join(filter(None, map(_written, [*given[:2], *contents])))
+    if not text and not any(isinstance(one, list) and one for one in given):
+        raise TraceFileError(
+            f"jobs {path}, line {number}: nothing in body.messages, body.prompt or body.input; "
+            "one of them must hold the prompt"
+        )
+    return text or " "
+
+
+def _written(value: object) -> str:
+    """A string as it is, a list of strings, parts or token ids (or of lists of ids) as one."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else ""
+    flat = chain.from_iterable(one if isinstance(one, list) else [one] for one in value)
+    return "".join(map(_piece, flat))
+
+
+def _piece(value: object) -> str:
+    if type(value) is int:
+        # A token id is as long as a token of text, and equal ids are equal text.
+        return chr(value % (sys.maxunicode + 1)).ljust(CHARS_PER_TOKEN, "\0")
+    if isinstance(value, dict):
+        value = value.get("text")
+    return value if isinstance(value, str) else ""
 
 
 def _most_tokens(path: Path, number: int, row: dict[str, Any]) -> int:
@@ -109,10 +129,10 @@ def _most_tokens(path: Path, number: int, row: dict[str, Any]) -> int:
         most = row["body"].get(name)
         if most is None:
             continue
-        if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MAX_TOKENS:
+        if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= MAX_TOKENS:
             raise TraceFileError(
                 f"jobs {path}, line {number}: {name} is {most!r:.60}; it must be a whole number "
-                f"from 1 to {MAX_TOKENS:,}, or left out for {DEFAULT_OUTPUT_TOKENS}"
+                f"from 0 to {MAX_TOKENS:,}, or left out for {DEFAULT_OUTPUT_TOKENS}"
             )
-        return most
+        return max(1, most)
     return DEFAULT_OUTPUT_TOKENS

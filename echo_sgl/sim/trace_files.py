@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import math
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ MAX_TOKENS = 100_000_000
 MAX_BLOCKS = 200_000
 MOONCAKE_BLOCK_TOKENS = 512
 GAP_S = 3600.0
+MAX_TRACE_DAYS = 366
 RECORDING_FORMAT = "echo-recording"
+RECORDING_VERSIONS = (1,)
 
 
 class TraceFileError(EchoError, ValueError):
@@ -37,7 +40,7 @@ class TraceFileError(EchoError, ValueError):
 class Format:
     """How a kind of file names what is needed, and what else it may hold.
 
-    `unit_s`: seconds of one unit of its time.
+    `unit_s`: seconds of one unit of its time where that is a number, not a date.
     """
 
     name: str
@@ -112,7 +115,7 @@ def read_trace_file(path: Path, *, task: Task = Task.ONLINE, skip_empty: bool = 
                 _read_json(columns, file)
             else:
                 _read_csv(columns, file)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise TraceFileError(f"trace {path} cannot be read: {error}") from error
     return columns.finish()
 
@@ -145,7 +148,7 @@ class _Columns:
         if self._task(number, row) is not self.task:
             self.num_other_class += 1
             return
-        at_s = self._time_s(number, form.time, row.get(form.time)) * form.unit_s
+        at_s = self._time_s(number, form, row.get(form.time))
         prompt = self._tokens(number, form.prompt, row.get(form.prompt))
         output = self._tokens(number, form.output, row.get(form.output))
         if not (prompt and output):
@@ -199,6 +202,12 @@ class _Columns:
             raise self.error(
                 number, f"{column} goes back by {last_s - at_s:g} s; sort the file by {column}"
             )
+        if at_s > MAX_TRACE_DAYS * 86400:
+            raise self.error(
+                number,
+                f"{column} is {at_s:g} s after that of the first request; a trace has at most "
+                f"{MAX_TRACE_DAYS} days. Correct the time, or cut the file",
+            )
         if at_s - last_s > GAP_S:
             hours = (at_s - last_s) / 3600
             self.warnings.append(f"line {number}: nothing came for {hours:.1f} h before it")
@@ -228,22 +237,22 @@ class _Columns:
 
     def _tokens(self, number: int, column: str, value: Any) -> int:
         try:
-            tokens = -1 if isinstance(value, bool) else int(value)
-            is_whole = tokens == float(value)
+            # A float, as pandas writes 472 as 472.0 in a column with gaps.
+            tokens = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
-            tokens, is_whole = -1, False
-        if not is_whole or not 0 <= tokens <= MAX_TOKENS:
+            tokens = math.nan
+        if not tokens.is_integer() or not 0 <= tokens <= MAX_TOKENS:
             raise self.error(number, f"{column} is {value!r}; it must be a whole number of tokens")
-        return tokens
+        return int(tokens)
 
-    def _time_s(self, number: int, column: str, value: Any) -> float:
+    def _time_s(self, number: int, form: Format, value: Any) -> float:
         try:
-            at_s = _seconds(value)
+            at_s = _seconds(value, form.unit_s)
         except (TypeError, ValueError, OverflowError):
             at_s = math.nan
         if not math.isfinite(at_s):
             raise self.error(
-                number, f"{column} is {value!r}; it must be seconds or a date and time"
+                number, f"{form.time} is {value!r}; it must be seconds or a date and time"
             )
         return at_s
 
@@ -251,22 +260,30 @@ class _Columns:
 def _read_csv(columns: _Columns, file: io.TextIOBase) -> None:
     lines = csv.reader(file)
     header = [name.strip() for name in next(lines, [])]
-    columns.format = form = _format_of(columns, header, CSV_FORMATS, "columns")
-    unknown = set(header) - {*form.needed, *form.others}
-    if unknown:
-        raise columns.error(
-            1,
-            f"unknown columns {', '.join(sorted(unknown))}; {form.name} has "
-            f"{', '.join((*form.needed, *form.others))}. Remove the others",
-        )
+    columns.format = _csv_format(columns, header)
     for row in lines:
-        if not row:
+        if len(row) < 2 and not "".join(row).strip():
             continue
         if len(row) != len(header):
             raise columns.error(
                 lines.line_num, f"{len(row)} values for {len(header)} columns; none may be missing"
             )
         columns.add(lines.line_num, dict(zip(header, row, strict=True)))
+
+
+def _csv_format(columns: _Columns, header: Sequence[str]) -> Format:
+    form = _format_of(columns, header, CSV_FORMATS, "columns")
+    if unknown := set(header) - {*form.needed, *form.others}:
+        raise columns.error(
+            1,
+            f"unknown columns {', '.join(sorted(unknown))}; {form.name} has "
+            f"{', '.join((*form.needed, *form.others))}. Remove the others",
+        )
+    if twice := {name for name in header if header.count(name) > 1}:
+        raise columns.error(
+            1, f"columns {', '.join(sorted(twice))} are there more than once; keep one of each"
+        )
+    return form
 
 
 def _read_json(columns: _Columns, file: io.TextIOBase) -> None:
@@ -278,10 +295,7 @@ def _read_json(columns: _Columns, file: io.TextIOBase) -> None:
         if not isinstance(row, dict):
             raise columns.error(number, f"not a JSON object: {line[:60]!r}")
         if columns.format is None and row.get("format") == RECORDING_FORMAT:
-            columns.format = JSON_FORMATS[1]
-            columns.block_tokens = columns._tokens(number, "block_tokens", row.get("block_tokens"))
-            if not columns.block_tokens:
-                raise columns.error(number, "block_tokens is 0; a block holds at least one token")
+            _read_head(columns, number, row)
             continue
         if columns.format is None:
             columns.format = _format_of(columns, list(row), JSON_FORMATS, "keys")
@@ -293,6 +307,21 @@ def _read_json(columns: _Columns, file: io.TextIOBase) -> None:
                 f"{', '.join((*form.needed, *form.others))}",
             )
         columns.add(number, row)
+
+
+def _read_head(columns: _Columns, number: int, row: Mapping[str, Any]) -> None:
+    """The first line of a recording, which tells its version and the size of its blocks."""
+    if (version := row.get("version")) not in RECORDING_VERSIONS:
+        known = ", ".join(map(str, RECORDING_VERSIONS))
+        raise columns.error(
+            number,
+            f"version of the recording is {version!r:.60}; known are {known}. "
+            "Record it anew, or read it with the echo-sgl that wrote it",
+        )
+    columns.format = JSON_FORMATS[1]
+    columns.block_tokens = columns._tokens(number, "block_tokens", row.get("block_tokens"))
+    if not columns.block_tokens:
+        raise columns.error(number, "block_tokens is 0; a block holds at least one token")
 
 
 def _lines(columns: _Columns, file: io.TextIOBase) -> Iterator[tuple[int, str]]:
@@ -326,13 +355,13 @@ def _open(path: Path) -> io.TextIOBase:
     return path.open(encoding="utf-8-sig", newline="")
 
 
-def _seconds(at: Any) -> float:
-    """A number of seconds as it is; a date and time since 1970, UTC where it names no offset.
+def _seconds(at: Any, unit_s: float) -> float:
+    """A number of units in seconds; a date and time since 1970, UTC where it names no offset.
 
     Of a fraction, six digits count: Azure writes seven in 2023; in 2024 none where it is 0.
     """
     try:
-        return float(at)
+        return float(at) * unit_s
     except ValueError:
         text = str(at).strip()
     if len(text) <= len("2024-05-10"):

@@ -10,7 +10,7 @@ import pytest
 from echo_sgl.cli.plan import _offline_work
 from echo_sgl.sim.job_lines import hashed_blocks, read_job_lines
 from echo_sgl.sim.trace_files import TraceFileError
-from echo_sgl.sim.workload import Oracle, Trace, empty_trace
+from echo_sgl.sim.workload import BLOCK_TOKENS, Oracle, Trace, empty_trace
 from echo_sgl.types import Task
 
 
@@ -27,8 +27,13 @@ def planned_and_true_tokens(trace: Trace) -> list[tuple[int, int]]:
     return [(one.max_new_tokens, oracle.output_tokens(one)) for one in requests]
 
 
-def job_line(text: str, **body: object) -> str:
-    return json.dumps({"custom_id": "a", "body": {"prompt": text, **body}})
+def job_line(prompt: object, **body: object) -> str:
+    return json.dumps({"custom_id": "a", "body": {"prompt": prompt, **body}})
+
+
+def chat_line(*contents: object) -> str:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return json.dumps({"custom_id": "a", "body": {"messages": messages}})
 
 
 def test_lines_that_begin_alike_share_their_whole_blocks(tmp_path: Path) -> None:
@@ -51,9 +56,15 @@ def test_a_block_is_named_by_all_that_comes_before_it() -> None:
     [
         ("{", "line 1 is not JSON"),
         ("{}", "line 1 has no body"),
-        (job_line(""), "line 1: no text"),
-        (job_line("a", max_tokens=0), "line 1: max_tokens is 0; it must be a whole number from 1"),
-        (job_line("a", max_tokens=10**30), "line 1: max_tokens is 1000.* 1 to 100,000,000"),
+        (job_line(""), "line 1: nothing in body.messages, body.prompt or body.input"),
+        (job_line([]), "line 1: nothing in"),
+        (job_line(5), "line 1: nothing in"),
+        (chat_line(), "line 1: nothing in"),
+        (
+            job_line("a", max_tokens=-1),
+            "line 1: max_tokens is -1; it must be a whole number from 0",
+        ),
+        (job_line("a", max_tokens=10**30), "line 1: max_tokens is 1000.* 0 to 100,000,000"),
         (job_line("a", max_tokens=True), "line 1: max_tokens is True"),
         (job_line("a", max_completion_tokens="9", max_tokens=9), "max_completion_tokens is '9'"),
         ("", "holds no line"),
@@ -87,13 +98,54 @@ def test_assumed_answers_are_shorter_than_what_is_planned_with(tmp_path: Path) -
         ({"max_completion_tokens": None, "max_tokens": 7}, 7),
         ({"max_completion_tokens": 7, "max_tokens": None}, 7),
         ({"max_completion_tokens": 7, "max_tokens": 9}, 7),
+        ({"max_tokens": 0}, 1),
     ],
 )
-def test_a_limit_of_null_is_one_that_is_not_given(
+def test_a_limit_of_null_is_not_given_and_one_of_0_is_a_step(
     tmp_path: Path, limits: dict[str, int | None], tokens: int
 ) -> None:
     trace = read_job_lines(written(tmp_path, job_line("a", **limits)))
     assert planned_and_true_tokens(trace) == [(tokens, tokens)]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "tokens"),
+    [
+        (job_line(["a" * 40, "b" * 40]), 20),
+        (json.dumps({"body": {"input": ["a" * 40, "b" * 40]}}), 20),
+        (json.dumps({"body": {"input": [{"text": "a" * 40}, {"image": "AAAA"}]}}), 10),
+        (job_line([1, 2, 128_000]), 3),
+        (job_line([[1, 2], [3]]), 3),
+        (chat_line([{"type": "text", "text": "a" * 40}, IMAGE]), 10),
+        (chat_line([IMAGE]), 1),
+        (chat_line(""), 1),
+        (chat_line(None), 1),
+        (chat_line("a" * 40, ""), 10),
+    ],
+)
+def test_every_form_of_a_prompt_is_planned(tmp_path: Path, line: str, tokens: int) -> None:
+    trace = read_job_lines(written(tmp_path, line))
+    assert list(trace.prompt_tokens) == [tokens]
+    assert sum(trace.request(0).sizes) == tokens
+
+
+def test_token_ids_that_begin_alike_share_their_whole_blocks(tmp_path: Path) -> None:
+    shared = list(range(100_000, 100_000 + 2 * BLOCK_TOKENS))
+    lines = [job_line([*shared, 1]), job_line([*shared, 2])]
+    trace = read_job_lines(written(tmp_path, *lines))
+    first, second = (trace.request(number) for number in (0, 1))
+    assert list(first.sizes) == [BLOCK_TOKENS, BLOCK_TOKENS, 1]
+    assert first.blocks[:2] == second.blocks[:2]
+    assert first.blocks[2] != second.blocks[2]
+
+
+@pytest.mark.parametrize("depth", [3, 400])
+def test_what_is_nested_too_deep_for_a_prompt_takes_no_tokens(tmp_path: Path, depth: int) -> None:
+    line = '{"body": {"prompt": ' + "[" * depth + "1" + "]" * depth + "}}"
+    assert list(read_job_lines(written(tmp_path, line)).prompt_tokens) == [1]
 
 
 @pytest.mark.parametrize("output_tokens", [0, 100])

@@ -98,6 +98,14 @@ def test_a_recording_has_both_classes_and_one_is_taken(tmp_path: Path) -> None:
         ("", "line 1: the columns are none"),
         ("t_s,context_tokens,generated_tokens\ninf,5,5\n", "line 2: t_s is 'inf'"),
         ("t_s,context_tokens,generated_tokens\n0,1e999,5\n", "line 2: context_tokens is '1e999'"),
+        ("t_s,context_tokens,generated_tokens\n0,472.5,5\n", "line 2: context_tokens is '472.5'"),
+        ("t_s,context_tokens,generated_tokens\n0,nan,5\n", "line 2: context_tokens is 'nan'"),
+        ("t_s,context_tokens,generated_tokens\n0,inf,5\n", "line 2: context_tokens is 'inf'"),
+        ("t_s,context_tokens,generated_tokens\n0,5,5\n,,\n", "line 3: t_s is ''"),
+        (
+            "t_s,context_tokens,generated_tokens,t_s\n0,5,5,9\n",
+            "line 1: columns t_s are there more than once; keep one of each",
+        ),
     ],
 )
 def test_a_bad_csv_is_refused_by_its_line(tmp_path: Path, text: str, problem: str) -> None:
@@ -108,6 +116,57 @@ def test_a_bad_csv_is_refused_by_its_line(tmp_path: Path, text: str, problem: st
 def test_what_is_not_packed_in_spite_of_its_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match="cannot be read"):
         read_trace_file(written(tmp_path, AZURE, "t.csv.gz"))
+
+
+def test_a_damaged_zip_is_refused(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(AZURE.encode()))
+    packed[10:20] = b"\xff" * 10
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(packed)
+    with pytest.raises(TraceFileError, match="cannot be read"):
+        read_trace_file(path)
+
+
+def test_whole_floats_are_counts_of_tokens(tmp_path: Path) -> None:
+    text = "t_s,context_tokens,generated_tokens\n0,472.0,18.0\n"
+    trace = read_trace_file(written(tmp_path, text)).trace
+    assert (list(trace.prompt_tokens), list(trace.output_tokens)) == ([472], [18])
+
+
+def test_empty_and_blank_lines_are_skipped(tmp_path: Path) -> None:
+    text = "t_s,context_tokens,generated_tokens\n0,5,5\n\n  \t \n1,5,5\n   \n"
+    assert list(read_trace_file(written(tmp_path, text)).trace.at_s) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "later"),
+    [("-1e308", "1e308", "inf"), ("0", "1e300", r"1e\+300"), ("1700000000", "1.7e12", "1.6983e")],
+)
+def test_a_time_years_after_the_first_is_refused_by_its_line(
+    tmp_path: Path, first: str, second: str, later: str
+) -> None:
+    text = f"t_s,context_tokens,generated_tokens\n{first},5,5\n{second},5,5\n"
+    with pytest.raises(TraceFileError, match=f"line 3: t_s is {later}.* at most 366 days"):
+        read_trace_file(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "times", [("2024-05-10 00:00:00", "2024-05-10 00:00:02"), (0, 2000), ("0", "2000")]
+)
+def test_only_numbers_are_in_the_unit_of_a_format(
+    tmp_path: Path, times: tuple[object, object]
+) -> None:
+    rows = [{"timestamp": at, "input_length": 5, "output_length": 5} for at in times]
+    path = written(tmp_path, "\n".join(map(json.dumps, rows)), "t.jsonl")
+    assert list(read_trace_file(path).trace.at_s) == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, [1]])
+def test_a_recording_of_a_version_not_known_is_refused(tmp_path: Path, version: object) -> None:
+    text = recording("online").replace('"version": 1', f'"version": {json.dumps(version)}')
+    problem = f"line 1: version of the recording is {version!r}; known are 1"
+    with pytest.raises(TraceFileError, match=re.escape(problem)):
+        read_trace_file(written(tmp_path, text, "t.jsonl"))
 
 
 @pytest.mark.parametrize(
