@@ -35,6 +35,10 @@ class JournalPaths:
     errors: Path
     state: Path
 
+    def __post_init__(self) -> None:
+        if self.output.resolve() == self.errors.resolve():
+            raise JournalError(f"--output and --errors are both {self.output}; they must differ")
+
     @classmethod
     def beside(cls, output: Path, errors: Path | None = None) -> JournalPaths:
         """The usual names: `out.jsonl`, `out.errors.jsonl` and `out.jsonl.state.json`."""
@@ -56,7 +60,6 @@ class Journal:
         file, or when they were not written by a run.
         """
         self.paths = paths
-        _check_distinct(paths)
         self._output = _open(paths.output)
         self._errors: FileIO | None = None
         try:
@@ -124,11 +127,6 @@ class Journal:
                 f"the run before wrote its failed lines to {errors}; name the same --errors. "
                 f"{way_out}"
             )
-
-
-def _check_distinct(paths: JournalPaths) -> None:
-    if paths.output.resolve() == paths.errors.resolve():
-        raise JournalError(f"--output and --errors are both {paths.output}; they must differ")
 
 
 def _open(path: Path) -> FileIO:

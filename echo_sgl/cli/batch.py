@@ -131,7 +131,9 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per option
     from echo_sgl.cli.url import server_roots
 
     if jobs is not None and input_file is not None:
-        raise typer.BadParameter(f"the job file is {jobs} and, by -i, {input_file}; name one")
+        raise typer.BadParameter(
+            f"name one job file, as JOBS or by -i; given are {jobs} and {input_file}"
+        )
     jobs = jobs or input_file
     if jobs is None or output is None:
         raise typer.BadParameter("name the job file and where answers go: JOBS --output OUTPUT")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import orjson
 
 from echo_sgl.cli.connection import open_blocking_client
+from echo_sgl.cli.server_route import holds
 from echo_sgl.errors import EchoError
 
 TIMEOUT_S = 60.0
@@ -20,6 +21,7 @@ UPLOAD_TIMEOUT_S = 3600.0
 ENDED = ("failed", "completed", "expired", "cancelled")
 # A server that starts, a database that fails over, a proxy whose server is gone.
 _AWAY_STATUSES = (429, 502, 503, 504)
+_OF_A_BATCH = ("id", "status", "endpoint", "completion_window", "created_at")
 _NO_SERVICE = (
     "{url} has no batch service. Start it with: echo-sgl serve --echo-state-dir DIR ..., or work "
     "through the file with: echo-sgl batch run"
@@ -36,6 +38,10 @@ class BatchServiceError(EchoError, RuntimeError):
 
 class AwayError(BatchServiceError):
     """The server cannot be asked now; later it may."""
+
+
+class OutputError(EchoError, OSError):
+    """Results cannot be written where they should."""
 
 
 class BatchClient:
@@ -57,7 +63,7 @@ class BatchClient:
             return self.list(1).get("object") == "list"
         except AwayError:
             raise
-        except (BatchServiceError, AttributeError):
+        except BatchServiceError:
             return False
 
     def submit(
@@ -68,6 +74,7 @@ class BatchClient:
             uploaded = self._call(
                 "POST",
                 "/v1/files",
+                ("id",),
                 data={"purpose": "batch"},
                 files={"file": (jobs.name, content, "application/jsonl")},
                 timeout=UPLOAD_TIMEOUT_S,
@@ -79,7 +86,7 @@ class BatchClient:
             "metadata": metadata or None,
         }
         try:
-            return self._call("POST", "/v1/batches", json=body)
+            return self._call("POST", "/v1/batches", ("id",), json=body)
         except AwayError:
             raise
         except BatchServiceError:
@@ -90,14 +97,18 @@ class BatchClient:
 
     def list(self, limit: int, after: str | None = None) -> dict[str, Any]:
         params = {"limit": limit, **({"after": after} if after else {})}
-        return self._call("GET", "/v1/batches", params=params)
+        page = self._call("GET", "/v1/batches", ("data",), params=params)
+        batches = page["data"]
+        if not isinstance(batches, list) or not all(holds(one, _OF_A_BATCH) for one in batches):
+            raise self._not_openai()
+        return page
 
     def get(self, batch_id: str) -> dict[str, Any]:
-        return self._call("GET", f"/v1/batches/{batch_id}")
+        return self._call("GET", f"/v1/batches/{batch_id}", _OF_A_BATCH)
 
     def act(self, batch_id: str, action: str) -> dict[str, Any]:
         """Cancel, or one of our own: retry, pause, resume."""
-        return self._call("POST", f"/v1/batches/{batch_id}/{action}")
+        return self._call("POST", f"/v1/batches/{batch_id}/{action}", ("id", "status"))
 
     def find(self, key: str, value: str) -> dict[str, Any] | None:
         """The newest batch with that metadata, of all that the server knows."""
@@ -105,22 +116,28 @@ class BatchClient:
         while True:
             page = self.list(100, after)
             for item in page["data"]:
-                if (item["metadata"] or {}).get(key) == value:
+                if (item.get("metadata") or {}).get(key) == value:
                     return dict(item)
             if not page.get("has_more") or not page["data"]:
                 return None
             after = page["data"][-1]["id"]
 
     def download(self, file_id: str | None, path: Path) -> None:
-        """Write a file's content, whole or not at all; without a file, an empty one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.part")
-        with draft.open("wb") as output:
-            if file_id:
-                self._copy(f"/v1/files/{file_id}/content", output.write)
-            output.flush()
-            os.fsync(output.fileno())
-        draft.replace(path)
+        """Write a file's content, whole or not at all; without a file, an empty one.
+
+        Errors: `OutputError` when it cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_name(f"{path.name}.part")
+            with draft.open("wb") as output:
+                if file_id:
+                    self._copy(f"/v1/files/{file_id}/content", output.write)
+                output.flush()
+                os.fsync(output.fileno())
+            draft.replace(path)
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror}") from error
 
     def _copy(self, path: str, write: Callable[[bytes], object]) -> None:
         try:
@@ -133,7 +150,10 @@ class BatchClient:
         except httpx.TransportError as error:
             raise self._lost(error) from error
 
-    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, needs: Sequence[str] = (), **options: Any
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers; it holds at least what it `needs`."""
         try:
             answer = self._http.request(method, path, **options)
         except httpx.TransportError as error:
@@ -146,7 +166,14 @@ class BatchClient:
             raise BatchServiceError(f"{self.url} does not answer in JSON; is --url right?") from (
                 error
             )
+        if not holds(document, needs):
+            raise self._not_openai()
         return document
+
+    def _not_openai(self) -> BatchServiceError:
+        return BatchServiceError(
+            f"{self.url} does not answer as OpenAI's batch service does; is --url right?"
+        )
 
     def _refused(self, answer: httpx.Response) -> BatchServiceError:
         try:

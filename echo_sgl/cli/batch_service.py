@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import typer
 from echo_sgl.errors import EchoError
 
 if TYPE_CHECKING:
+    from echo_sgl.batches.journal import JournalPaths
     from echo_sgl.cli.batch_client import BatchClient
 
 EXIT_NOT_COMPLETED = 1
@@ -189,6 +191,7 @@ def results(
     from echo_sgl.cli.batch_client import ENDED
     from echo_sgl.cli.batch_view import counts_of
 
+    paths = result_paths(output, errors)
     with connected(url, api_key) as client:
         batch = client.get(batch_id)
         if batch["status"] not in ENDED:
@@ -196,7 +199,7 @@ def results(
                 f"{batch_id} is {batch['status']}; wait for its end with: echo-sgl batch watch "
                 f"{batch_id} --url {url}"
             )
-        download(client, batch, output, errors or errors_path(output))
+        download(client, batch, paths.output, paths.errors)
     counts = counts_of(batch)
     _show(batch, as_json, f"{counts['completed']} answered, {counts['failed']} failed")
 
@@ -248,12 +251,21 @@ def watch_batch(
 def download(client: BatchClient, batch: dict[str, Any], output: Path, errors: Path) -> None:
     """Write both files; one that the batch does not have is left away, or emptied."""
     client.download(batch.get("output_file_id"), output)
-    if batch.get("error_file_id") or errors.exists():
+    if batch.get("error_file_id") or os.path.exists(errors):
         client.download(batch.get("error_file_id"), errors)
 
 
-def errors_path(output: Path) -> Path:
-    return output.with_name(f"{output.stem}.errors.jsonl")
+def result_paths(output: Path, errors: Path | None) -> JournalPaths:
+    """Where a batch's answers and its failed lines go.
+
+    Errors: `JobError` when one of them is a folder, `JournalError` when both are the same file.
+    """
+    from echo_sgl.batches.journal import JournalPaths
+
+    for option, path in (("--output", output), ("--errors", errors)):
+        if path is not None and os.path.isdir(path):
+            raise JobError(f"{option} is {path}, which is a folder; name a file in it")
+    return JournalPaths.beside(output, errors)
 
 
 def endpoint_of(jobs: Path) -> str:

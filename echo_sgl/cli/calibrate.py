@@ -54,7 +54,7 @@ def calibrate(
     from echo_sgl.cli.url import server_root
     from echo_sgl.errors import ConfigError
     from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS
-    from echo_sgl.estimators.profile import replaced_profile, save_profile
+    from echo_sgl.estimators.profile import replaced_profile
 
     if model is not None and model not in BATCH_TIME_MODELS:
         known = ", ".join(BATCH_TIME_MODELS)
@@ -75,8 +75,19 @@ def calibrate(
     if calibration.host is not None:
         typer.echo(host_line(calibration.host))
     profile = calibration.profile(model)
-    save_profile(profile, output)
+    save(profile, output)
     console.print(f"{profile.estimator.NAME} written to {output}{_replaces(old)}", highlight=False)
+
+
+def save(profile: Profile, output: Path) -> None:
+    """Write a profile. Errors: `ConfigError` when it cannot be written."""
+    from echo_sgl.errors import ConfigError
+    from echo_sgl.estimators.profile import save_profile
+
+    try:
+        save_profile(profile, output)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
 def host_line(host: HostTime) -> str:

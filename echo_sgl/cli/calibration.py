@@ -19,7 +19,7 @@ import numpy as np
 
 from echo_sgl.batch_shape import BatchRow
 from echo_sgl.cli.connection import open_blocking_client
-from echo_sgl.cli.server_route import fetch
+from echo_sgl.cli.server_route import fetch_replicas
 from echo_sgl.cli.steps import StepsError, fetch_steps
 from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS, create_batch_time
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
@@ -177,7 +177,7 @@ class Driver:
     def host_time(self) -> HostTime | None:
         """What the server took beside its device in `measure`; None if its steps do not tell."""
         elapsed_s = time.monotonic() - self._start_s
-        [replica] = fetch(self._url, "/echo/trace", self._api_key, seconds=elapsed_s)["replicas"]
+        [replica] = fetch_replicas(self._url, "/echo/trace", self._api_key, seconds=elapsed_s)
         notes = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
         gaps = host_gaps(notes)
         lone_s = list(zip(self._lone_s, _prefill_times(notes, LONE_PROMPT_TOKENS), strict=False))

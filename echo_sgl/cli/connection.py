@@ -36,6 +36,10 @@ class ServerError(EchoError, RuntimeError):
     """The server is there but cannot be used for this job."""
 
 
+class ApiKeyError(EchoError, ValueError):
+    """A key that no request can carry."""
+
+
 class NotReadyError(Exception):
     """The server is there but cannot take work yet."""
 
@@ -45,8 +49,15 @@ LOST = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException, N
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """The headers that carry a key."""
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    """The headers that carry a key. Errors: `ApiKeyError`, which does not show it."""
+    if not api_key:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ApiKeyError(
+            "the API key holds a character that cannot be sent; allowed are ASCII letters, digits "
+            "and signs. Set the right one with --api-key, ECHO_SGL_API_KEY or OPENAI_API_KEY"
+        )
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.AsyncClient:

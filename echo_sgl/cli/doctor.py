@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from echo_sgl.cli.serve import PLUGIN_FILTER_ENV, PLUGIN_NAME, check_plugin_filter
+from echo_sgl.cli.serve import PLUGIN_FILTER_ENV, PLUGIN_NAME, check_plugin_filter, check_profile
 from echo_sgl.config import load_config, resolve_config_path
 from echo_sgl.errors import ConfigError
 
@@ -53,7 +53,7 @@ def _plugin_problems() -> list[str]:
 
 def _config_problems(config: str) -> list[str]:
     try:
-        load_config(resolve_config_path(config))
+        check_profile(load_config(resolve_config_path(config)).estimator.profile)
     except ConfigError as error:
         return [str(error)]
     return []

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import typer
 
 Facts = Mapping[str, Any]
+_NEEDED = ("class", "age_s", "state", "ttft_s", "tpot_s", "deadline_in_s")
 
 
 def explain(
@@ -31,7 +32,8 @@ def explain(
     from echo_sgl.cli.server_route import fetch
     from echo_sgl.cli.url import server_root
 
-    answer = fetch(server_root(url), f"/echo/requests/{quote(id, safe='')}", api_key)
+    path = f"/echo/requests/{quote(id, safe='')}"
+    answer = fetch(server_root(url), path, api_key, needs=_NEEDED)
     typer.echo(json.dumps(answer) if as_json else "\n".join(sentences(answer)))
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from echo_sgl.cli.server_route import ServerRouteError, fetch
+from echo_sgl.cli.server_route import ServerRouteError, fetch_replicas
 from echo_sgl.errors import EchoError
 
 POLL_S = 5.0
@@ -24,6 +24,7 @@ GIVE_UP_S = 300.0
 # Clocks that are nearer to each other are one machine's, read at different moments.
 SAME_CLOCK_S = 120.0
 FORMAT_VERSION = 1
+_NEEDED = ("log", "block_tokens", "next", "num_lost", "now_s")
 
 
 class RecordError(EchoError, OSError):
@@ -58,9 +59,9 @@ def record(
     root, recording = server_root(url), secrets.token_hex(16)
 
     def ask(after: str) -> list[dict[str, Any]]:
-        answer = fetch(root, "/echo/recording", api_key, recording=recording, after=after)
-        replicas: list[dict[str, Any]] = answer["replicas"]
-        return replicas
+        return fetch_replicas(
+            root, "/echo/recording", api_key, needs=_NEEDED, recording=recording, after=after
+        )
 
     file = RecordingFile(output)
     collected = Collected(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import itertools
 import json
 import math
@@ -17,8 +18,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from echo_sgl.batches.lines import LineError, parse_line
+from echo_sgl.batches.lines import LineError, is_blank, parse_line
 from echo_sgl.cli.connection import bearer, open_client
+from echo_sgl.cli.server_route import failure
 from echo_sgl.cli.steps import StepsError, fetch_steps
 from echo_sgl.errors import EchoError
 from echo_sgl.estimators.budget import Measurement, Target
@@ -170,8 +172,19 @@ class Replayer:
                     "Search when nobody else uses it"
                 )
             await asyncio.sleep(IDLE_POLL_S)
-        async with open_client(self._url, self._api_key, 1) as client:
-            (await client.post("/flush_cache")).raise_for_status()
+        await self._empty_cache()
+
+    async def _empty_cache(self) -> None:
+        try:
+            async with open_client(self._url, self._api_key, 1) as client:
+                reply = await client.post("/flush_cache")
+        except httpx.RequestError as error:
+            raise _lost(self._url, error) from error
+        if reply.status_code != httpx.codes.OK:
+            raise ReplayError(
+                f"{self._url}/flush_cache answers {reply.status_code}: {reply.text[:300]}. With "
+                "what the last replay cached, replays would not be alike"
+            )
 
 
 def set_budget(url: str, api_key: str | None, budget_s: float) -> None:
@@ -179,9 +192,14 @@ def set_budget(url: str, api_key: str | None, budget_s: float) -> None:
 
     Errors: `ReplayError` holds what the server answers.
     """
-    reply = httpx.post(
-        f"{url}/echo/budget", json={"budget_s": budget_s}, headers=bearer(api_key), timeout=60
-    )
+    try:
+        reply = httpx.post(
+            f"{url}/echo/budget", json={"budget_s": budget_s}, headers=bearer(api_key), timeout=60
+        )
+    except httpx.RequestError as error:
+        raise _lost(url, error) from error
+    if reply.status_code >= 500:
+        raise ReplayError(failure(f"{url}/echo/budget", reply))
     if reply.status_code != httpx.codes.OK:
         raise ReplayError(
             f"{url}/echo/budget answers {reply.status_code}: {reply.text[:300]}. "
@@ -189,15 +207,28 @@ def set_budget(url: str, api_key: str | None, budget_s: float) -> None:
         )
 
 
+def _lost(url: str, error: httpx.RequestError) -> ReplayError:
+    return ReplayError(
+        f"the server at {url} failed meanwhile: {str(error) or type(error).__name__}. Search again "
+        "when it is back"
+    )
+
+
 def read_job(path: Path) -> list[Body]:
-    """The lines of a job file, for load. Errors: `TraceFileError` names the first bad line."""
+    """The lines of a job file, for load; a byte order mark and blank lines are skipped.
+
+    Errors: `TraceFileError` names the first bad line.
+    """
     try:
         with path.open("rb") as file:
             raw = list(itertools.islice(file, MAX_JOB_LINES))
     except OSError as error:
         raise TraceFileError(f"job file {path} cannot be read: {error.strerror}") from error
     lines = []
-    for number, content in enumerate(raw, 1):
+    for number, whole in enumerate(raw, 1):
+        content = whole.removeprefix(codecs.BOM_UTF8) if number == 1 else whole
+        if is_blank(content):
+            continue
         try:
             line = parse_line(content.rstrip(b"\r\n"))
         except LineError as error:

@@ -16,6 +16,7 @@ from echo_sgl.cli.url import ServerUrlError, server_root
 from echo_sgl.types import Task
 
 if TYPE_CHECKING:
+    import httpx
     from rich.table import Table
 
     from echo_sgl.cli.scrape import TaskFigures
@@ -101,15 +102,12 @@ def fetch_metrics(url: str, parse: Callable[[str], T]) -> T:
         reply = httpx.get(f"{url}/metrics", timeout=SCRAPE_TIMEOUT_S, follow_redirects=True)
     except httpx.InvalidURL as error:
         raise ServerUrlError(url, str(error)) from error
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise ScrapeError(
             f"no server answers at {url} ({error}). Is it running, and is --url right?"
         ) from error
     if reply.status_code != 200:
-        raise ScrapeError(
-            f"{url}/metrics answers {reply.status_code}. "
-            "Start the server with --enable-metrics to have it."
-        )
+        raise ScrapeError(_refusal(f"{url}/metrics", reply))
     try:
         figures = parse(reply.text)
     except ValueError as error:
@@ -123,6 +121,21 @@ def fetch_metrics(url: str, parse: Callable[[str], T]) -> T:
             "echo-sgl serve --config echo --enable-metrics <SGLang's arguments>"
         )
     return figures
+
+
+def _refusal(address: str, reply: httpx.Response) -> str:
+    from echo_sgl.cli.server_route import failure
+
+    if reply.status_code in (401, 403):
+        return (
+            f"{address} answers {reply.status_code}: it wants a key, and this command sends none. "
+            "SGLang's own port shows its metrics without; name it with --url"
+        )
+    if reply.status_code >= 500:
+        return failure(address, reply)
+    return (
+        f"{address} answers {reply.status_code}. Start the server with --enable-metrics to have it."
+    )
 
 
 def readings(url: str, every_s: float) -> Iterator[Reading]:

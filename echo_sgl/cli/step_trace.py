@@ -31,14 +31,14 @@ def trace(
     """
     import json
 
-    from echo_sgl.cli.server_route import fetch
+    from echo_sgl.cli.server_route import fetch_replicas
     from echo_sgl.cli.trace_events import num_steps, trace_document
     from echo_sgl.cli.url import server_root
 
     if not output.parent.is_dir():
         raise TraceFileError(f"--output {output} is in a folder that does not exist")
-    answer = fetch(server_root(url), "/echo/trace", api_key, seconds=seconds)
-    document = trace_document(answer["replicas"])
+    replicas = fetch_replicas(server_root(url), "/echo/trace", api_key, seconds=seconds)
+    document = trace_document(replicas)
     try:
         output.write_text(json.dumps(document), encoding="utf-8")
     except OSError as error:

@@ -9,13 +9,19 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from echo_sgl.cli.server_route import ServerRouteError, fetch
+from echo_sgl.cli.server_route import ServerRouteError, fetch_replicas
+from echo_sgl.errors import EchoError
 
 steps_app = typer.Typer(help="Look at the steps that the server ran.", no_args_is_help=True)
+_NEEDED = ("server", "num_running", "num_waiting", "num_steps")
 
 
 class StepsError(ServerRouteError):
     """The server's steps cannot be used; the message says what to do."""
+
+
+class StepsFileError(EchoError, OSError):
+    """The steps cannot be written where they should."""
 
 
 @steps_app.callback()
@@ -42,12 +48,10 @@ def dump(
     """
     from echo_sgl.cli.url import server_root
 
+    if output is not None and not output.parent.is_dir():
+        raise StepsFileError(f"--output {output} is in a folder that does not exist")
     replicas = fetch_steps(server_root(url), api_key)
-    if output is None:
-        num_rows = _write(replicas, sys.stdout)
-    else:
-        with output.open("w", newline="", encoding="utf-8") as file:
-            num_rows = _write(replicas, file)
+    num_rows = _write(replicas, sys.stdout) if output is None else _write_file(replicas, output)
     typer.echo(f"{num_rows} steps", err=True)
 
 
@@ -56,8 +60,15 @@ def fetch_steps(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
 
     Errors: `ServerRouteError` when the server cannot be reached or does not know the route.
     """
-    replicas: list[dict[str, Any]] = fetch(url, "/echo/steps", api_key)["replicas"]
-    return replicas
+    return fetch_replicas(url, "/echo/steps", api_key, needs=_NEEDED)
+
+
+def _write_file(replicas: list[dict[str, Any]], path: Path) -> int:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            return _write(replicas, file)
+    except OSError as error:
+        raise StepsFileError(f"--output {path} cannot be written: {error.strerror}") from error
 
 
 def _write(replicas: list[dict[str, Any]], file: IO[str]) -> int:

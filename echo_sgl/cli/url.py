@@ -43,4 +43,17 @@ def server_root(url: str) -> str:
         raise ServerUrlError(url, "it does not start with http:// or https://")
     if not parts.hostname or not port_is_valid:
         raise ServerUrlError(url, "it names no host or port")
+    if not _can_be_asked(url):
+        raise ServerUrlError(url, f"{parts.hostname!r} is no name of a host")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _can_be_asked(url: str) -> bool:
+    """Whether the host is one that the HTTP client and the system's resolver can write down."""
+    import httpx
+
+    try:
+        parsed = httpx.URL(url)
+        return bool(parsed.host) and bool(parsed.raw_host.decode("ascii").encode("idna"))
+    except (httpx.InvalidURL, UnicodeError):
+        return False

@@ -81,6 +81,8 @@ def test_a_state_directory_belongs_to_one_server(tmp_path: Path) -> None:
         ("mysql://host/db", "not a URL of PostgreSQL"),
         ("nonsense", "not a URL of PostgreSQL"),
         ("postgresql://user:secret@127.0.0.1:1/db", "cannot be used"),
+        ("postgresql://user:secret@127.0.0.1:x/db", "not a URL of PostgreSQL"),
+        ("sqlite:///q.db", "not a URL of PostgreSQL; write it as postgresql://"),
     ],
 )
 def test_a_database_url_that_does_not_work_is_explained_without_its_password(

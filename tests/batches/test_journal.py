@@ -128,9 +128,8 @@ def test_two_runs_on_one_output_are_refused(paths: JournalPaths) -> None:
 
 
 def test_output_and_errors_must_differ(tmp_path: Path) -> None:
-    paths = JournalPaths.beside(tmp_path / "o.jsonl", tmp_path / "sub" / ".." / "o.jsonl")
     with pytest.raises(JournalError, match="must differ"):
-        Journal(paths, SHA)
+        JournalPaths.beside(tmp_path / "o.jsonl", tmp_path / "sub" / ".." / "o.jsonl")
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "/proc/nowhere/out.jsonl"])

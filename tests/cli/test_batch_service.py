@@ -184,13 +184,14 @@ def test_run_fetches_what_was_answered_before_it_was_cancelled(
 
 def test_a_server_that_is_busy_or_behind_a_proxy_is_waited_for() -> None:
     replies = [(503, {}), (200, "in_progress"), (502, {}), (429, {}), (200, "completed")]
-    answers = iter([httpx.Response(code, json={"status": body}) for code, body in replies])
+    batch = {"id": "batch_1", "endpoint": "x", "completion_window": "24h", "created_at": 0}
+    answers = iter([httpx.Response(code, json=batch | {"status": body}) for code, body in replies])
     client, said, shown = BatchClient("http://server", None), [], []
     client._http = httpx.Client(
         base_url="http://server", transport=httpx.MockTransport(lambda request: next(answers))
     )
     ended = wait_ended(client, "batch_1", 0.0, shown.append, said.append)
-    assert ended == {"status": "completed"}
+    assert ended == batch | {"status": "completed"}
     assert [batch["status"] for batch in shown] == ["in_progress", "completed"]
     assert ["503" in said[0], "502" in said[1], len(said)] == [True, True, 2]
 
@@ -255,7 +256,7 @@ def test_mistakes_end_with_code_2_and_say_what_to_do(stub: str, jobs: Path) -> N
         (("submit", jobs.with_name("gone"), "--url", stub), "cannot be read"),
         (("status", "batch_0", "--url", stub), "no batch has the id"),
         (("run", "--url", stub), "name the job file"),
-        (("run", jobs, "-i", jobs, "-o", jobs.with_name("o"), "--url", stub), "name one"),
+        (("run", jobs, "-i", jobs, "-o", jobs.with_name("o"), "--url", stub), "name one job file"),
     ):
         result = run_cli("batch", *arguments)
         assert result.returncode == 2, arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -98,6 +99,15 @@ def test_serve_refuses_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
     result = run("serve", "--config", config, "--model-path", "x")
     assert result.returncode == 2
     assert "profile /nowhere/profile.json cannot be read: No such file" in result.stderr
+
+
+def test_doctor_finds_a_profile_that_serve_would_refuse(tmp_path: Path) -> None:
+    config = tmp_path / "echo.toml"
+    config.write_text('[estimator]\nprofile = "/nowhere/profile.json"\n')
+    result = run("doctor", "--config", config, "--json")
+    assert result.returncode == 1
+    [problem] = json.loads(result.stdout)["checks"]["config"]
+    assert "profile /nowhere/profile.json cannot be read: No such file" in problem
 
 
 @pytest.mark.parametrize(
@@ -215,6 +225,22 @@ def test_a_url_is_taken_as_users_write_it(given: str) -> None:
 def test_a_url_that_reaches_nothing_is_refused_with_the_form_it_needs(given: str) -> None:
     with pytest.raises(ServerUrlError, match="http://HOST:PORT"):
         server_root(given)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["xn--a", "a" * 64, "a..b", "\u00fc" * 70, "h\n", ".".join(["a" * 64] * 2)],
+)
+def test_a_host_that_no_name_can_be_is_refused_with_the_form_it_needs(host: str) -> None:
+    with pytest.raises(ServerUrlError, match=r"is no name of a host.*http://HOST:PORT"):
+        server_root(f"http://{host}:1")
+
+
+@pytest.mark.parametrize(
+    "host", ["h", "h.", "a_b", "\u00fc.example", "[::1]", "127.0.0.1", "a" * 63]
+)
+def test_a_host_that_a_name_can_be_is_taken(host: str) -> None:
+    assert server_root(f"http://{host}:1") == f"http://{host}:1"
 
 
 def test_a_command_without_its_arguments_ends_with_code_2() -> None:

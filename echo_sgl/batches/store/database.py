@@ -17,7 +17,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
@@ -68,15 +68,8 @@ def open_database(state_dir: Path, url: str | None = None) -> Database:
 
     Errors: `StoreError` when it cannot be reached, is damaged, or is of a newer version.
     """
-    name = url or f"sqlite:///{state_dir / DATABASE_NAME}"
-    try:
-        engine = _create_engine(name)
-        shown = engine.url.render_as_string(hide_password=True)
-    except (ArgumentError, ModuleNotFoundError) as error:
-        raise StoreError(
-            "--echo-database-url is not a URL of PostgreSQL; write it as "
-            f"postgresql://USER:PASSWORD@HOST:PORT/DATABASE ({type(error).__name__})"
-        ) from error
+    engine = _postgresql(url) if url else _sqlite(state_dir / DATABASE_NAME)
+    shown = engine.url.render_as_string(hide_password=True)
     try:
         _check_and_migrate(engine, shown)
     except DBAPIError as error:
@@ -95,16 +88,26 @@ def migration_config() -> Config:
     return config
 
 
-def _create_engine(name: str) -> Engine:
-    url = make_url(name)
-    if url.get_backend_name() == "sqlite":
-        engine = create_engine(url)
-        event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
-        return engine
-    if url.get_backend_name() != "postgresql":
-        raise ArgumentError(f"{url.get_backend_name()} is not supported")
-    return create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+def _sqlite(path: Path) -> Engine:
+    engine = create_engine(URL.create("sqlite", database=str(path)))
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _postgresql(name: str) -> Engine:
+    """Errors: `StoreError`, which does not show the URL: it holds a password."""
+    try:
+        url = make_url(name)
+        if url.get_backend_name() != "postgresql":
+            raise ArgumentError(f"{url.get_backend_name()} is not supported")
+        return create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+    except (ArgumentError, ModuleNotFoundError, ValueError) as error:
+        raise StoreError(
+            "--echo-database-url is not a URL of PostgreSQL; write it as "
+            f"postgresql://USER:PASSWORD@HOST:PORT/DATABASE ({type(error).__name__}). Leave it out "
+            "for SQLite in --echo-state-dir"
+        ) from error
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

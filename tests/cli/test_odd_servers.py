@@ -1,0 +1,265 @@
+"""Commands against servers that answer something else than they should, or not at all."""
+
+from __future__ import annotations
+
+import json
+import threading
+from array import array
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from echo_sgl.cli import app
+from echo_sgl.cli.batch_client import BatchServiceError
+from echo_sgl.cli.connection import ApiKeyError
+from echo_sgl.cli.replay import Replayer, ReplayError, read_job
+from echo_sgl.cli.server_route import ServerRouteError
+from echo_sgl.errors import EchoError
+from echo_sgl.sim.workload import Trace
+from echo_sgl.types import Task
+from tests.cli.jobs import completion_line, write_job
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,3\n0.5,40,2\n"
+KEY = "ключ"
+BATCH: dict[str, Any] = {
+    "id": "batch_1",
+    "status": "completed",
+    "endpoint": "/v1/completions",
+    "completion_window": "24h",
+    "created_at": 0,
+    "output_file_id": "file-1",
+}
+SERVER = {"max_context_tokens": 256, "max_total_tokens": 1000, "vocab": 100}
+REPLICA: dict[str, Any] = {
+    "replica": 0,
+    "server": SERVER,
+    "num_running": 0,
+    "num_waiting": 0,
+    "num_steps": 0,
+    "columns": ["time_s"],
+    "rows": [[0.5]],
+}
+
+
+class OddServer:
+    """Answers every path with `usual`, but those in `paths`; None loses the connection."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.usual: tuple[int, str] | None = (200, "{}")
+        self.paths: dict[str, tuple[int, str] | None] = {}
+
+
+@pytest.fixture
+def odd() -> Iterator[OddServer]:
+    server = OddServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = server.paths.get(self.path.partition("?")[0], server.usual)
+            if answer is None:
+                return
+            self.send_response(answer[0])
+            self.end_headers()
+            self.wfile.write(answer[1].encode())
+
+        do_POST = do_DELETE = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the files that the commands read."""
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path / "jobs.jsonl", [completion_line("a")])
+    (tmp_path / "azure.csv").write_text(AZURE)
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+def run(server: OddServer, command: str) -> Result:
+    arguments = [*command.split(), "--url", server.url]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+BUDGET = "budget --slo ttft_p99=1s --trace azure.csv --output new.toml"
+OF_ECHO = (
+    "explain job-17",
+    "explain job-17 --json",
+    "trace --output t.json",
+    "steps dump",
+    "calibrate --output p.json",
+    BUDGET,
+    "record --seconds 0.1 --output r.jsonl",
+)
+OF_BATCHES = (
+    "batch list",
+    "batch status batch_1",
+    "batch watch batch_1",
+    "batch submit jobs.jsonl",
+    "batch cancel batch_1",
+    "batch results batch_1 -o out.jsonl",
+)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["{}", "[]", "null", "3", '{"replicas": []}', '{"replicas": [{}]}', '{"replicas": 1}'],
+)
+@pytest.mark.parametrize("command", OF_ECHO)
+def test_a_server_without_echo_that_answers_everything_is_named_as_such(
+    odd: OddServer, command: str, answer: str
+) -> None:
+    odd.usual = 200, answer
+    with pytest.raises(ServerRouteError, match=r"not Echo's\. Start the server with Echo"):
+        run(odd, command)
+
+
+@pytest.mark.parametrize("answer", ["{}", "[]", "null", '{"data": {}}', '{"data": [{}]}'])
+@pytest.mark.parametrize("command", OF_BATCHES)
+def test_a_server_without_batches_that_answers_everything_is_named_as_such(
+    odd: OddServer, command: str, answer: str
+) -> None:
+    odd.usual = 200, answer
+    with pytest.raises(BatchServiceError, match=r"not answer as OpenAI.* is --url right"):
+        run(odd, command)
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (401, "wants an API key"),
+        (404, "Start the server with Echo"),
+        (500, "/echo/steps answers 500: out of order. The server, or a proxy before it, failed"),
+    ],
+)
+def test_a_refusal_of_our_routes_is_told_as_what_it_is(
+    odd: OddServer, status: int, said: str
+) -> None:
+    odd.usual = status, "out of\n order"
+    with pytest.raises(ServerRouteError, match=said):
+        run(odd, "steps dump")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (401, "it wants a key, and this command sends none"),
+        (404, "Start the server with --enable-metrics"),
+        (500, "/metrics answers 500: out of order. The server, or a proxy before it, failed"),
+    ],
+)
+@pytest.mark.parametrize("command", ["stats", "top --once"])
+def test_a_refusal_of_the_metrics_is_told_as_what_it_is(
+    odd: OddServer, command: str, status: int, said: str
+) -> None:
+    odd.usual = status, "out of\n order"
+    result = run(odd, command)
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+# Files
+
+
+def test_answers_and_failed_lines_of_a_batch_never_go_to_one_file(odd: OddServer) -> None:
+    odd.paths = {"/v1/batches/batch_1": (200, json.dumps(BATCH))}
+    for errors in ("out.jsonl", "folder/../out.jsonl"):
+        with pytest.raises(EchoError, match="they must differ"):
+            run(odd, f"batch results batch_1 -o out.jsonl --errors {errors}")
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("-o .", "which is a folder; name a file in it"),
+        ("-o folder", "which is a folder; name a file in it"),
+        ("-o out.jsonl --errors folder", "--errors is folder, which is a folder"),
+        ("-o /proc/x/y", "/proc/x/y cannot be written"),
+        ("-o jobs.jsonl/y", "jobs.jsonl/y cannot be written"),
+    ],
+)
+def test_results_that_cannot_be_written_are_refused(
+    odd: OddServer, options: str, said: str
+) -> None:
+    odd.paths = {"/v1/batches/batch_1": (200, json.dumps(BATCH))}
+    with pytest.raises(EchoError, match=said):
+        run(odd, f"batch results batch_1 {options}")
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [("nodir/x.csv", "folder that does not exist"), ("folder", "folder cannot be written: Is a")],
+)
+def test_steps_that_cannot_be_written_are_refused(odd: OddServer, output: str, said: str) -> None:
+    odd.usual = 200, json.dumps({"replicas": [REPLICA]})
+    assert run(odd, "steps dump --output steps.csv").exit_code == 0
+    assert Path("steps.csv").read_text().split() == ["replica,time_s", "0,0.5"]
+    with pytest.raises(EchoError, match=said):
+        run(odd, f"steps dump --output {output}")
+
+
+def test_a_job_for_load_may_have_a_byte_order_mark_and_blank_lines(folder: Path) -> None:
+    job, line = folder / "marked.jsonl", completion_line("a")
+    job.write_bytes(b"\xef\xbb\xbf\r\n" + line + b"\n \n\n" + line)
+    assert len(read_job(job)) == 2
+    job.write_bytes(b"\xef\xbb\xbf" + line + b"\n\n{")
+    with pytest.raises(EchoError, match="line 3: the line is not valid JSON"):
+        read_job(job)
+
+
+# Keys
+
+
+@pytest.mark.parametrize("command", [*OF_ECHO, *OF_BATCHES, "batch run jobs.jsonl -o o.jsonl"])
+def test_a_key_that_no_request_can_carry_is_refused_without_showing_it(
+    odd: OddServer, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with pytest.raises(ApiKeyError, match="allowed are ASCII letters") as caught:
+        run(odd, command)
+    assert KEY not in str(caught.value)
+
+
+# Replays
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "said"),
+    [
+        ("/flush_cache", (404, "Not Found"), "/flush_cache answers 404: Not Found"),
+        ("/flush_cache", None, "failed meanwhile: Server disconnected"),
+        ("/echo/budget", (404, "Not Found"), "/echo/budget answers 404"),
+        ("/echo/budget", (500, "out of order"), "500: out of order. The server, or a proxy"),
+        ("/echo/budget", None, "failed meanwhile: Server disconnected"),
+    ],
+)
+def test_a_server_that_fails_between_replays_is_reported(
+    odd: OddServer, path: str, answer: tuple[int, str] | None, said: str
+) -> None:
+    steps = json.dumps({"replicas": [REPLICA]})
+    odd.paths = {"/echo/steps": (200, steps), path: answer}
+    trace = Trace(Task.ONLINE, array("d", [0.0]), array("q", [9]), array("q", [2]))
+    replayer = Replayer(odd.url, None, trace, jobs=None, speed=1.0, rng=Random(0))
+    with pytest.raises(ReplayError, match=said):
+        replayer.measure(0.1, ())
