@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -30,6 +29,7 @@ from echo_sgl.batches.validator import Validator
 from tests.batches.client import WAIT_S, Stub, job, until
 from tests.batches.client import line as job_line
 from tests.batches.rows import DAY_S, NOW_S, add_file, batch_of, line
+from tests.batches.slow_checker import SlowChecker
 
 RULES = CheckRules("/v1/completions", ["m"], 100)
 ROW = b'[1,0,9,"a",5]\n'
@@ -39,44 +39,6 @@ OTHER = "server-other"
 
 def head(num_lines: int, problems: tuple[dict[str, Any], ...] = ()) -> bytes:
     return orjson.dumps({"problems": problems, "models": ["m"], "num_lines": num_lines}) + b"\n"
-
-
-class SlowChecker:
-    """Stands in for the checker's process; it gives its output only when it is let go."""
-
-    def __init__(self, folder: Path, output: bytes) -> None:
-        self._go = folder / "go"
-        self._pid = folder / "pid"
-        self._output = folder / "output"
-        self._output.write_bytes(output)
-        self.command = (sys.executable, "-c", self._program)
-
-    @property
-    def _program(self) -> str:
-        return f"""if True:
-            import os, pathlib, sys, time
-            sys.stdin.read()
-            draft = pathlib.Path({str(self._pid)!r} + ".draft")
-            draft.write_text(str(os.getpid()))
-            draft.replace({str(self._pid)!r})
-            while not os.path.exists({str(self._go)!r}):
-                time.sleep(0.01)
-            sys.stdout.buffer.write(pathlib.Path({str(self._output)!r}).read_bytes())
-        """
-
-    @property
-    def is_there(self) -> bool:
-        return self._pid.exists()
-
-    @property
-    def is_running(self) -> bool:
-        return Path(f"/proc/{self._pid.read_text()}").exists()
-
-    def terminate(self) -> None:
-        os.kill(int(self._pid.read_text()), signal.SIGTERM)
-
-    def let_go(self) -> None:
-        self._go.touch()
 
 
 @pytest.fixture
