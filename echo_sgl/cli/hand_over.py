@@ -35,12 +35,16 @@ def hand_over(plan: BatchRun) -> int | None:
         return None
     client = BatchClient(plan.urls[0], plan.api_key)
     try:
-        if plan.journal_paths.state.exists() or _has_service(client) is False:
+        if plan.journal_paths.state.exists():
+            return None
+        if (has_service := _has_service(client)) is False:
             return None
         with Console(stderr=True).status(f"checking {plan.jobs}"):
             job = check_job_file(plan.jobs)
         endpoints = {entry.url for entry in job.entries}
-        if job.problems or len(endpoints) != 1 or not _wait_service(client):
+        if job.problems or len(endpoints) != 1:
+            return None
+        if not (has_service or _wait_service(client)):
             return None
         return _run(plan, client, job, endpoints.pop())
     except KeyboardInterrupt:
