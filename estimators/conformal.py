@@ -25,6 +25,8 @@ from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.estimators.drift import DriftDetector
 
 FLOOR_S = 1e-9
+# Far beyond what any clock measures: bounds stay finite whatever came before.
+MOST_LOG_RATIO, MOST_LOG_BOUND = 200.0, 300.0
 
 
 class Evidence(StrEnum):
@@ -149,14 +151,16 @@ class ConformalBand:
         tracker = band.tracker(quantile)
         if len(band.recent) < self.MIN_STEPS:
             return self._cold_ratio
-        ratio = band.bounds[quantile] = band.centre() * math.exp(tracker.bound(band.excesses))
+        excess = min(MOST_LOG_BOUND, tracker.bound(band.excesses))
+        ratio = band.bounds[quantile] = band.centre() * math.exp(excess)
         return ratio
 
     def _predict_s(self, step: Step) -> float:
         return max(FLOOR_S, self._model.predict_s(step))
 
     def _log_ratio(self, row: BatchRow, time_s: float) -> float:
-        return math.log(time_s / self._predict_s(row))
+        log_ratio = math.log(time_s / self._predict_s(row))
+        return max(-MOST_LOG_RATIO, min(MOST_LOG_RATIO, log_ratio))
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,18 @@ def test_any_stream_gives_finite_bounds_above_nothing(log_ratios, quantile):
         assert math.isfinite(bound_s) and bound_s > 0
 
 
+@pytest.mark.parametrize("time_s", [1e150, 1e-300, 1.7e308])
+def test_a_time_beyond_all_others_leaves_finite_bounds(time_s):
+    one = band()
+    for _ in range(40):
+        one.observe(DECODE, 0.01, 0.0)
+    for _ in range(3):
+        one.observe(DECODE, time_s, 0.0)
+        for quantile in QUANTILES:
+            bound_s = one.predict_upper(DECODE, quantile)
+            assert math.isfinite(bound_s) and bound_s > 0
+
+
 def test_a_model_that_says_zero_is_corrected_by_what_was_measured():
     one = ConformalBand(Constant(0.0))
     play(one, still(200, seed=13))
