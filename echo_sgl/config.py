@@ -137,7 +137,9 @@ class StepsConfig:
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and
     all run otherwise. `batch_size` "adaptive" also limits how many requests a step decodes
     (BROS). Offline prefill chunks below `min_chunk_tokens` wait for a better step.
-    `candidates`: how many requests are weighed for each prefill.
+    `candidates`: how many requests are weighed for each prefill. `gather` lets them wait while
+    there is room for few, until so many start in one prefill step that it pays, see
+    `policies/gathering.py`.
     """
 
     limit: str = _choice("auto", "auto", "slack", "budget", "relative", "off")
@@ -159,6 +161,7 @@ class StepsConfig:
     batch_size: str = _choice("fixed", "fixed", "adaptive")
     min_chunk_tokens: int = _number(64, 1, 1_000_000)
     candidates: int = _number(4, 1, 64)
+    gather: bool = _switch(True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ BENCHES = (
     "bench_tree",
     "bench_estimators",
     "bench_steps",
+    "bench_lots",
     "bench_batches",
     "bench_sim",
 )

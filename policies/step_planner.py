@@ -22,6 +22,7 @@ from echo_sgl.policies.decode_selection import (
     DecodeSelection,
     create_decode_selection,
 )
+from echo_sgl.policies.gathering import Gathering
 from echo_sgl.policies.places import Placed, Places
 from echo_sgl.policies.step_limit import (
     Ending,
@@ -80,6 +81,7 @@ class StepPlanner:
         self.limit_s = math.inf
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self.places = Places(config.ahead_tokens)
+        self.gathering = Gathering()
         self._online_decodes = BatchShape()
         self._decode_limit = math.inf
         self._max_requests, self._chunk_tokens = max_requests, chunk_tokens
@@ -143,6 +145,23 @@ class StepPlanner:
         self._launched = self.view.now_s, part
 
     # ---- prefill ---------------------------------------------------------------------------
+
+    def gathers(self, num_offline: int) -> bool:
+        """Whether offline requests wait for others to start with, while so many decode.
+
+        Not when one more would not fit into their prefill step, by time or by the chunk.
+        """
+        gathering = self.gathering
+        return self._config.gather and gathering.waits(num_offline) and self._fits_a_step(gathering)
+
+    def _fits_a_step(self, gathering: Gathering) -> bool:
+        lot = gathering.lot()
+        if lot.prefill_tokens > self._chunk_tokens:
+            return False
+        if not self.is_limited:
+            return True
+        upper = self.estimator.upper
+        return self._is_known and upper.predict_s(lot) <= self.limit_s - self.view.alone_s
 
     def decodes_first(
         self, *, online_prefill_waits: bool, last_was_prefill: bool, cached_tokens: int = 0

@@ -152,6 +152,13 @@ def _ahead(facts: Facts) -> str:
     )
 
 
+def _gather(facts: Facts) -> str:
+    return (
+        f"for others to start with it in one prefill step: there is room for "
+        f"{facts['num_places']:,}, and all that decode would stop for them (steps.gather)."
+    )
+
+
 def _paused(facts: Facts) -> str:
     return "until generation goes on: it is paused."
 
@@ -164,6 +171,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "slot": _slot,
     "prefix": _prefix,
     "ahead": _ahead,
+    "gather": _gather,
     "paused": _paused,
 }
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from echo_sgl.engine.places import queued
-from echo_sgl.engine.refusals import Reason, Refusal
+from echo_sgl.engine.refusals import GATHERING, Reason, Refusal
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.offer_size import MAX_OFFERED
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 # Walking the pool's order takes microseconds for each request, on the scheduler's time.
 MAX_WALKED = 256
+
+# Without an id: only offline requests were kept from starting.
+_OF_OFFLINE = (Reason.SLOT, Reason.GATHER)
 
 
 class State(StrEnum):
@@ -150,8 +153,8 @@ def _waiting(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
         facts = {"gave_place_for_s": now_s - since_s, "due_in_s": queued(req).due_s - now_s}
         return {"position": position, "held_back": _facts(Refusal(Reason.AHEAD, req.rid, facts))}
     refusal = _refusal(scheduler)
-    if refusal is not None and refusal.rid is None and refusal.reason is Reason.SLOT:
-        refusal = None  # only offline requests were kept from starting
+    if refusal is not None and refusal.rid is None and refusal.reason in _OF_OFFLINE:
+        refusal = None
     return {
         "position": position,
         "held_back": held_back(req.rid, refusal, num_before=num_before),
@@ -182,7 +185,9 @@ def _refusal(scheduler: EchoScheduler) -> Refusal | None:
     """Why the last pass ended, as far as it holds now."""
     if (paused := _paused(scheduler)) is not None:
         return paused
-    if (refusal := scheduler.step_control.refusal) is not None:
+    if (refusal := scheduler.step_control.refusal) is GATHERING:
+        return Refusal(Reason.GATHER, None, scheduler.step_control.planner.gathering.facts)
+    if refusal is not None:
         return refusal
     if scheduler.running_batch.batch_is_full:
         num_running = len(scheduler.running_batch.reqs)

@@ -26,8 +26,13 @@ class Reason(StrEnum):
     """A neighbour computes its prefix right now; one step later it is a hit."""
     AHEAD = "ahead"
     """It has time: it was ahead of its due time, and another request would have been late."""
+    GATHER = "gather"
+    """It starts with others in one prefill step, once more have left."""
     PAUSED = "paused"
     """Generation is paused."""
+
+
+NO_ROOM = frozenset((Reason.SLOT, Reason.MEMORY, Reason.RESERVE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,7 @@ class Refusal:
     reason: Reason
     rid: str | None = None
     facts: Facts = field(default_factory=dict)
+
+
+# One for all steps, since most of them have it; what decides is asked for when somebody looks.
+GATHERING = Refusal(Reason.GATHER)

@@ -19,7 +19,6 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 from sglang.srt.runtime_context import get_observability, get_parallel
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import OfflineConfig
 from echo_sgl.engine.admission import (
     EchoPrefillAdder,
     EchoSchedulePolicy,
@@ -32,12 +31,11 @@ from echo_sgl.engine.install import describe_active
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
+from echo_sgl.engine.offers import Offers
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.engine.parking import has_prompt_logprobs
-from echo_sgl.engine.pool_intake import PoolIntake
 from echo_sgl.engine.questions import answer_question, obey
 from echo_sgl.engine.recording import RecordingLog
-from echo_sgl.engine.refusals import Reason
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import (
     active_config,
@@ -54,7 +52,7 @@ from echo_sgl.policies.offline_order import create_offline_order
 logger = logging.getLogger(__name__)
 
 
-class EchoScheduler(PoolIntake):
+class EchoScheduler(Offers):
     """Online first, offline in prefix order in what is left (HyGen algorithms 2-4)."""
 
     chunked_req: Req | None
@@ -65,7 +63,7 @@ class EchoScheduler(PoolIntake):
     def init_running_status(self) -> None:
         super().init_running_status()
         refuse_unsupported(self.server_args, active_config())
-        self.offline_config: OfflineConfig = active_config().offline
+        self.offline_config = active_config().offline
         order = DeadlineOrder(
             create_offline_order(
                 self.offline_config.order,
@@ -127,7 +125,7 @@ class EchoScheduler(PoolIntake):
         allocator = self.token_to_kv_pool_allocator
         self.kv_limits = KvLimits(active_config().reserve, self.tree_cache, allocator)
         self.tree_cache.on_end = self._request_ended
-        self.weighing: Weighing | None = None
+        self.weighing = None
         if (core := self.tree_cache.echo_core) is not None:
             core.pending = self.offline_pool
             self.offline_pool.on_change = core.prompt_changed
@@ -250,7 +248,9 @@ class EchoScheduler(PoolIntake):
 
     def _online_prefill_waits(self) -> bool:
         chunked_online = self.chunked_req is not None and not is_offline(self.chunked_req)
-        return bool(self.waiting_queue) or chunked_online
+        # SGLang asks in its pass only whether a grammar is compiled.
+        compiling = self.grammar_manager.grammar_queue
+        return bool(self.waiting_queue) or chunked_online or not all(map(is_offline, compiling))
 
     def _get_new_batch_prefill_raw(
         self, prefill_delayer_single_pass: Any, running_batch: ScheduleBatch
@@ -323,47 +323,6 @@ class EchoScheduler(PoolIntake):
         if victim is not None:
             self._add_request_to_queue(victim, is_retracted=True)
         return victim is not None
-
-    def _offline_chunk_tokens(self) -> int | None:
-        limit = self.offline_config.max_prefill_tokens_per_step
-        return limit if limit and self.step_control.planner.view.is_present else None
-
-    def _num_offline(self, running_batch: ScheduleBatch) -> int:
-        """How many offline requests hold memory: decoding, parked or between chunks."""
-        chunked = [self.chunked_req] if self.chunked_req is not None else []
-        num_running = sum(is_offline(req) for req in (*running_batch.reqs, *chunked))
-        return num_running + len(self.step_control.parked)
-
-    def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
-        """The offline candidates of this pass, next pick first."""
-        num_free = max(0, self.get_num_allocatable_reqs(len(running_batch.reqs)))
-        limit = self.offer_size.limit(num_free, active_config().steps.candidates)
-        if self.offline_config.max_running_requests:
-            running = self._num_offline(running_batch)
-            most = self.offline_config.max_running_requests
-            limit = min(limit, most - running)
-            if limit <= 0:
-                self.step_control.refuse(Reason.SLOT, None, num_running=running, most=most)
-        offered = self.offline_pool.upcoming(max(0, limit))
-        if self.weighing is None:
-            return tuple(offered)
-        return self.weighing.reorder(offered, self.step_control.planner, self.echo_clock.now_s)
-
-    def _take_back_offered(self, batch: ScheduleBatch | None) -> None:
-        """Settle who left the pool, and put back what was parked or shed."""
-        offered, self.policy.offered = set(self.policy.offered), ()
-        started = [req for req in batch.reqs if req in offered] if batch is not None else []
-        for req in started:
-            self.offline_pool.take(req)
-        if offered:
-            self.offer_size.note(len(started), len(offered))
-            self.waiting_queue = [req for req in self.waiting_queue if req not in offered]
-        for req in self._parked_chunks:
-            self.step_control.counts.num_prefill_parks += 1
-            self._pool(req, resumed=True)
-        for req in self._shed:
-            self._add_request_to_queue(req, is_retracted=True)
-        self._parked_chunks, self._shed = [], []
 
     def _launched_prefills(self) -> list[Req]:
         """Requests of a prefill step whose result overlap scheduling has yet to process."""

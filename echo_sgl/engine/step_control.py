@@ -20,7 +20,7 @@ from echo_sgl.engine.decision_log import DecisionLog
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
 from echo_sgl.engine.places import new_tokens, placed, queued
-from echo_sgl.engine.refusals import Reason, Refusal
+from echo_sgl.engine.refusals import GATHERING, Reason, Refusal
 from echo_sgl.engine.rolling_max import RollingMax
 from echo_sgl.engine.roster import may_sit_out
 from echo_sgl.engine.running import Running, offline_of
@@ -130,13 +130,18 @@ class StepControl:
     def defers_prefill(
         self, *, online_prefill_waits: bool, last_was_prefill: bool, chunked: Req | None
     ) -> bool:
-        """Whether a step that decodes goes first, see `StepPlanner.decodes_first`."""
-        is_deferred = self.planner.decodes_first(
+        """Whether a step that decodes goes first, see `gathers` and `decodes_first` there."""
+        planner, num_offline = self.planner, self._running.offline.num
+        is_idle = chunked is None and not online_prefill_waits
+        if is_idle and planner.gathers(num_offline):
+            self.refusal = GATHERING
+            return True
+        is_deferred = planner.decodes_first(
             online_prefill_waits=online_prefill_waits,
             last_was_prefill=last_was_prefill,
             cached_tokens=chunked.extend_end if chunked is not None else 0,
         )
-        if is_deferred and self.planner.is_limited and self.estimator.is_ready:
+        if is_deferred and planner.is_limited and self.estimator.is_ready:
             self.refuse_for_time(None, BatchShape())
         return is_deferred
 
@@ -201,6 +206,8 @@ class StepControl:
             return None
         online, num_offline = self._online_part(batch, row)
         self.planner.launch(online, is_alone=not num_offline)
+        if not row.num_prefills:
+            self.planner.gathering.note_decode()
         predicted_s, upper_s = self.estimator.predict_both_s(row)
         note = StepNote(
             start_s=self._now_s,
@@ -235,12 +242,14 @@ class StepControl:
         if terms.started_s is None:
             terms.started_s = self._now_s
             if not terms.is_offline:
+                self.planner.gathering.note_start()
                 self.online_wait_s.observe(self._now_s - terms.arrival_s, self._now_s)
                 self.online_wait_steps.observe(terms.num_offline_steps_waited, self._now_s)
 
     def note_end(self, req: Req) -> None:
         """A request ended: was its promise kept?"""
         self._running.note_end(req)
+        self.planner.gathering.note_end()
         terms = terms_of(req, self._now_s)
         if not terms.is_offline and req.output_ids:
             self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))

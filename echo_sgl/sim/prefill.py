@@ -22,6 +22,7 @@ class Verdict(Enum):
 
     ADDED = auto()
     NO_MEMORY = auto()
+    RESERVED = auto()
     REFUSED = auto()
 
 
@@ -41,6 +42,7 @@ class PrefillPass:
         self._planned_offline_tokens = 0
         self._offline_left = self._offline_most()
         self._prefills: list[tuple[SimRequest, int, int]] = []
+        self._is_full = False
 
     def run(self) -> StepPlan | None:
         """The prefills of this step, with their memory taken; None without any."""
@@ -54,12 +56,20 @@ class PrefillPass:
         num_started = self._add_offline_of(offered) if self._add_online() else 0
         if offered:
             scheduler.offer_size.note(num_started, len(offered))
+            self._note_pass(num_started)
         if set_aside is not None:
             scheduler.pool.add(set_aside, resumed=True)
         if not self._prefills:
             scheduler.is_full = scheduler.is_full or was_full
             return None
         return self._plan()
+
+    def _note_pass(self, num_started: int) -> None:
+        started = BatchShape()
+        for _, new, cached in self._prefills[len(self._prefills) - num_started :]:
+            started.add_prefill(new, cached)
+        is_full = self._is_full and self._scheduler.chunked is None
+        self._planner.gathering.note_pass(started, is_full=is_full)
 
     def _plan(self) -> StepPlan:
         scheduler = self._scheduler
@@ -153,6 +163,7 @@ class PrefillPass:
             request.waiting_since_s = None
             tokens = request.seq_tokens
             self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
+            self._planner.gathering.note_start()
             if scheduler.chunked is request:
                 return False
         return scheduler.chunked is None and self._budget() > 0
@@ -183,6 +194,7 @@ class PrefillPass:
             if verdict is not Verdict.ADDED:
                 is_full = is_full or verdict is Verdict.NO_MEMORY
                 scheduler.is_full = scheduler.is_full or is_full
+                self._is_full = is_full or verdict is Verdict.RESERVED
                 return num_started
             scheduler.pool.take(request)
         return len(offered)
@@ -219,7 +231,7 @@ class PrefillPass:
     def _try_add(self, request: SimRequest) -> Verdict:
         """SGLang's `add_one_req`; a request that is not added stays as it was."""
         if request.is_offline and self._is_held_back(request):
-            return Verdict.REFUSED
+            return Verdict.RESERVED
         prefix_tokens = self._kv.match(request)
         verdict = self._admit(request, prefix_tokens)
         if verdict is not Verdict.ADDED:

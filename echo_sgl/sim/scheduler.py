@@ -192,6 +192,9 @@ class SimScheduler:
     def defers_prefill(self) -> bool:
         if self.config.enable_mixed_chunk:
             return False
+        waits = self.online_prefill_waits() or self.chunked is not None
+        if not waits and self.planner.gathers(len(self.offline)):
+            return True
         return self.planner.decodes_first(
             online_prefill_waits=self.online_prefill_waits(),
             last_was_prefill=self.last_was_prefill,
@@ -279,6 +282,8 @@ class SimScheduler:
 
     def launch(self, plan: StepPlan) -> None:
         """A step is about to run: what would its online part take alone?"""
+        if plan.decodes and not plan.prefills:
+            self.planner.gathering.note_decode()
         if self._forgets_steps:
             return
         online = self.online.shape() if plan.decodes else BatchShape()

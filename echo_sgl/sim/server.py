@@ -323,6 +323,7 @@ class SimServer:
             group.remove(request)
             request.computed_tokens += num_more
             scheduler.kv.release(request)
+            scheduler.planner.gathering.note_end()
             if request.is_offline:
                 scheduler.pool.end(request)
         scheduler.done = []

@@ -82,6 +82,24 @@ def num_parked(server) -> float:
     return metric(server, "echo_sgl_parked_requests", task="offline")
 
 
+def test_a_request_whose_grammar_was_compiled_does_not_wait_for_decodes_to_end(tight_server):
+    """No chunk fits beside the decode: nobody offline would be prefilled before it ends."""
+    learn(tight_server)
+    constrained = completion("a word", 4, regex="[a-f]{4}[0-9]{3}", ignore_eos=False)
+
+    async def run() -> tuple[bool, list[httpx.Response], list[httpx.Response]]:
+        long = asyncio.create_task(send_all(tight_server, [completion("long", 4000)]))
+        await until(lambda: num_running(tight_server) > 0, "the long one runs")
+        answers = await send_all(tight_server, [constrained])
+        ended_before = long.done()
+        post(tight_server, "/abort_request", {"abort_all": True})
+        return ended_before, answers, await long
+
+    ended_before, [answer], _ = asyncio.run(run())
+    assert answer.status_code == 200
+    assert not ended_before
+
+
 def test_terms_that_are_too_strict_are_answered_with_400(tight_server):
     headers = {"x-echo-ttft-s": "0.0001"}
     body = completion("hello", 2)

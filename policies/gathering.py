@@ -1,0 +1,101 @@
+"""Whether offline requests that could start wait for others to start with them."""
+
+from __future__ import annotations
+
+from echo_sgl.batch_shape import BatchRow, BatchShape
+
+# Of what passes before the last one taught.
+KEPT = 15.0 / 16.0
+
+
+class Gathering:
+    """Starts in lots, so that the fixed cost of a prefill step is paid for several at once.
+
+    Where a step prefills or decodes, all that decode stop for a prefill step. Whatever is in it,
+    it costs a fixed part, which is about what a decode step costs before its decodes. So starting
+    a request as soon as there is room for it costs each of `num_decodes` that part of a token,
+    and room that is left empty costs as much for each step that it is: the fixed part would have
+    made one more token. Starts and empty room are set-ups and stock of a lot-sizing problem whose
+    demand is how many requests end.
+
+    Room for `k` others, `r` ends a decode step, `H` places left empty for a step each so far:
+
+        wait on while   H < num_decodes                        part-period balancing
+                  and   k / r < (num_decodes + H) / k          Silver and Meal
+
+    The second rule waits while the mean cost of a start falls with one more in the lot; where
+    requests end evenly, the lot has the size of least cost. The first one bounds what waiting
+    costs by the cost of starting, if those that were to end do not. Lots are of requests whose
+    prefills fit into one step: what takes several steps anyway is not made fewer by waiting.
+
+    Source: Silver and Meal (1973); DeMatteis (1968); the use is ours. Units: requests, decode
+    steps, tokens. Deterministic: every rank sees the same passes.
+    """
+
+    def __init__(self) -> None:
+        self.num_places = 0
+        self._is_full = False
+        self._num_steps = self._empty_steps = 0
+        self._places_before = self._steps_before = 0.0
+        # Starts, and of their prefills: new tokens, cached tokens, area.
+        self._started: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+
+    def note_pass(self, started: BatchShape, *, is_full: bool) -> None:
+        """A pass offered requests, and started some: their prefills.
+
+        `is_full`: it ended because no place or no memory was left.
+        """
+        if self._is_full and is_full and not (started.num_prefills or self.num_places):
+            return  # nothing has changed since the last one
+        if self._is_full:
+            self._places_before = KEPT * (self._places_before + self.num_places)
+            self._steps_before = KEPT * (self._steps_before + self._num_steps)
+        if started.num_prefills:
+            sums = (
+                started.num_prefills,
+                started.prefill_tokens,
+                started.cached_tokens,
+                started.prefill_area,
+            )
+            before = zip(self._started, sums, strict=True)
+            self._started = tuple(KEPT * old + new for old, new in before)
+        self._is_full = is_full
+        self.num_places = self._num_steps = self._empty_steps = 0
+
+    def note_end(self) -> None:
+        """A request left: there is room for another."""
+        self.num_places += 1
+
+    def note_start(self) -> None:
+        """Somebody else took the room of one."""
+        self.num_places = max(0, self.num_places - 1)
+
+    def note_decode(self) -> None:
+        """A step decodes, with what room there is left empty."""
+        self._num_steps += 1
+        self._empty_steps += self.num_places
+
+    def waits(self, num_decodes: int) -> bool:
+        """Whether those that could start do so later; `num_decodes` would stop for them."""
+        num_places, empty_steps = self.num_places, self._empty_steps
+        if not self._is_full or not num_places or empty_steps >= num_decodes:
+            return False
+        num_steps = self._steps_before + self._num_steps
+        if not num_steps:
+            return False
+        rate = (self._places_before + num_places) / num_steps
+        return num_places * num_places < rate * (num_decodes + empty_steps)
+
+    def lot(self) -> BatchRow:
+        """The prefill step of the lot with one more in it, as requests were lately."""
+        num_started, tokens, cached_tokens, area = self._started
+        size = self.num_places + 1
+        share = size / num_started if num_started else 0.0
+        return BatchRow(
+            size, int(share * tokens), int(share * cached_tokens), int(share * area), 0, 0, 0
+        )
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What decides, for people who ask why a request waits."""
+        return {"num_places": self.num_places, "empty_steps": self._empty_steps}
