@@ -116,12 +116,12 @@ def test_terms_that_are_too_strict_are_answered_with_400(tight_server):
 
 def test_a_job_with_a_deadline_overtakes_one_without(tight_server):
     """In order of arrival it would be last: others would all have left the pool."""
-    crowd = [completion(text, 40, **FLEX) for text in documents(120, 40, seed=31)]
+    crowd = [completion(text, 150, **FLEX) for text in documents(120, 40, seed=31)]
     hurried = completion("hurried", 4, **FLEX)
 
     async def run() -> tuple[httpx.Response, int, list[httpx.Response]]:
         others = asyncio.create_task(send_all(tight_server, crowd))
-        await until(lambda: pooled(tight_server) > 60, "a crowd waits")
+        await until(lambda: pooled(tight_server) > 30, "a crowd waits")
         async with httpx.AsyncClient(verify=False, timeout=600) as client:
             url = f"{tight_server.url}/v1/completions"
             answer = await client.post(url, json=hurried, headers={"x-echo-deadline-s": "1"})
