@@ -96,9 +96,8 @@ class ConformalBand:
             raise ValueError(f"time_s is {time_s}; a step takes a finite time above 0")
         row = step.row() if isinstance(step, BatchShape) else step
         band, log_ratio = self._bands[row.kind], self._log_ratio(row, time_s)
-        if len(band.recent) >= self.MIN_STEPS:
-            band.judge(log_ratio)
-        band.learn(row, time_s, log_ratio)
+        is_judged = len(band.recent) >= self.MIN_STEPS
+        band.learn(row, time_s, log_ratio, is_judged=is_judged)
         band.shrink(self.NUM_RATIOS)
         band.last_s = now_s if band.last_s is None else max(band.last_s, now_s)
         if band.drift.observe(log_ratio):
@@ -228,7 +227,8 @@ class _Lasting:
         return min(1.0, max(0.0, self._product / self._square))
 
     def learn(self, last: float, following: float) -> None:
-        last, following = (max(-self.MOST, min(self.MOST, one)) for one in (last, following))
+        last = max(-self.MOST, min(self.MOST, last))
+        following = max(-self.MOST, min(self.MOST, following))
         self._product = self.FADING * self._product + last * following
         self._square = self.FADING * self._square + last * last
 
@@ -258,15 +258,14 @@ class _Band:
             raise ValueError(f"quantile is {quantile}; this band was built for {known}")
         return self._trackers[quantile]
 
-    def judge(self, log_ratio: float) -> None:
-        excess = log_ratio - self._expect()
-        for tracker in self._trackers.values():
-            tracker.judge(excess <= tracker.bound(self.excesses))
-
-    def learn(self, row: BatchRow, time_s: float, log_ratio: float) -> None:
-        """Add a step that ended just now."""
+    def learn(self, row: BatchRow, time_s: float, log_ratio: float, *, is_judged: bool) -> None:
+        """Add a step that ended just now, and judge its bound before."""
         usual, last = self._levels()
-        self._add(row, time_s, log_ratio)
+        excess = log_ratio - self._expect()
+        if is_judged:
+            for tracker in self._trackers.values():
+                tracker.judge(excess <= tracker.bound(self.excesses))
+        self._keep(_Noted(row, time_s, log_ratio, excess))
         self._lasting.learn(last - usual, log_ratio - usual)
 
     def replace(self, steps: Iterable[tuple[BatchRow, float, float]]) -> None:
@@ -274,8 +273,8 @@ class _Band:
         self.recent.clear()
         del self._ratios[:], self.excesses[:]
         self._changed()
-        for step in steps:
-            self._add(*step)
+        for row, time_s, log_ratio in steps:
+            self._keep(_Noted(row, time_s, log_ratio, log_ratio - self._expect()))
 
     def centre(self) -> float:
         """The ratio to expect; 1 before there were `num_last` steps."""
@@ -290,12 +289,11 @@ class _Band:
             del self._ratios[bisect_left(self._ratios, first.log_ratio)]
             del self.excesses[bisect_left(self.excesses, first.excess)]
 
-    def _add(self, row: BatchRow, time_s: float, log_ratio: float) -> None:
-        excess = log_ratio - self._expect()
+    def _keep(self, noted: _Noted) -> None:
         self._changed()
-        self.recent.append(_Noted(row, time_s, log_ratio, excess))
-        insort(self._ratios, log_ratio)
-        insort(self.excesses, excess)
+        self.recent.append(noted)
+        insort(self._ratios, noted.log_ratio)
+        insort(self.excesses, noted.excess)
 
     def _changed(self) -> None:
         self.bounds.clear()

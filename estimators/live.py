@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from echo_sgl.batch_shape import BatchShape, Step, StepKind
+from echo_sgl.batch_shape import BatchRow, BatchShape, Step, StepKind
 from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.conformal import FLOOR_S, ConformalBand, Evidence
@@ -64,6 +64,7 @@ class LiveBatchTime:
         self._model = model
         self._band = ConformalBand(model, quantiles=(quantile,), stale_s=stale_s)
         self._steps_since_fit = 0
+        self._asked: tuple[BatchRow | None, float] = (None, 0.0)
         self._margins = dict.fromkeys(StepKind, self._factor)
         self.upper: StepPredictor = _Upper(self.upper_s)
         self.num_refits = 0
@@ -91,7 +92,7 @@ class LiveBatchTime:
             return math.inf
         if not (step.num_prefills or step.num_decodes):
             return 0.0
-        return self._usual_s(self._model.predict_s(step), step.kind)
+        return self._usual_s(self._model_s(step), step.kind)
 
     def upper_s(self, step: Step) -> float:
         """Seconds that a share `quantile` of such steps stays below; 0 without requests.
@@ -103,7 +104,7 @@ class LiveBatchTime:
             return math.inf
         if not (step.num_prefills or step.num_decodes):
             return 0.0
-        return self._most_s(self._model.predict_s(step), step.kind)
+        return self._most_s(self._model_s(step), step.kind)
 
     def predict_both_s(self, step: Step) -> tuple[float, float]:
         """`predict_s` and `upper_s` of a step at once, for less than one after the other."""
@@ -111,7 +112,7 @@ class LiveBatchTime:
             return math.inf, math.inf
         if not (step.num_prefills or step.num_decodes):
             return 0.0, 0.0
-        model_s, kind = self._model.predict_s(step), step.kind
+        model_s, kind = self._model_s(step), step.kind
         return self._usual_s(model_s, kind), self._most_s(model_s, kind)
 
     def observe(self, step: Step, time_s: float, now_s: float) -> None:
@@ -148,6 +149,12 @@ class LiveBatchTime:
         """Lasting shifts of the error that were noticed for one kind of step."""
         return self._band.num_drifts(kind)
 
+    def _model_s(self, step: Step) -> float:
+        """What the model says; a scheduler asks for a step's limit, and again when it runs."""
+        if step != self._asked[0]:
+            self._asked = step if isinstance(step, BatchRow) else None, self._model.predict_s(step)
+        return self._asked[1]
+
     def _usual_s(self, model_s: float, kind: StepKind) -> float:
         return model_s * self._band.central_ratio(kind) * self._factor
 
@@ -169,6 +176,7 @@ class LiveBatchTime:
             self.num_refusals += 1
             return
         self.num_refits += 1
+        self._asked = None, 0.0
         self._band.replace_model(self._model)
 
 

@@ -17,7 +17,7 @@ class Contexts(NamedTuple):
     @classmethod
     def of(cls, context_tokens: Sequence[int]) -> Contexts:
         if not context_tokens:
-            return cls(0, 0, 0, 0)
+            return NOBODY
         return cls(
             len(context_tokens), sum(context_tokens), max(context_tokens), min(context_tokens)
         )
@@ -34,13 +34,23 @@ class Contexts(NamedTuple):
         )
 
     def with_one(self, tokens: int) -> Contexts:
-        """These and one more; not for none."""
+        """These and one more."""
+        if not self.num:
+            return Contexts(1, tokens, tokens, tokens)
         return Contexts(
             self.num + 1,
             self.tokens + tokens,
             max(self.longest, tokens),
             min(self.shortest, tokens),
         )
+
+    def without(self, tokens: int) -> Contexts | None:
+        """These but for one; None where only a look at all others tells their extremes."""
+        if self.num == 1:
+            return NOBODY
+        if tokens in (self.longest, self.shortest):
+            return None
+        return Contexts(self.num - 1, self.tokens - tokens, self.longest, self.shortest)
 
     def joined(self, *others: Contexts) -> Contexts:
         """These and all others."""
@@ -49,3 +59,6 @@ class Contexts(NamedTuple):
             return self
         nums, tokens, longest, shortest = zip(*some, strict=True)
         return Contexts(sum(nums), sum(tokens), max(longest), min(shortest))
+
+
+NOBODY = Contexts(0, 0, 0, 0)

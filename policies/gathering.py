@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from echo_sgl.batch_shape import BatchRow, BatchShape
+from echo_sgl.estimators.batch_time import StepPredictor
 
 # Of what passes before the last one taught.
 KEPT = 15.0 / 16.0
@@ -39,6 +42,7 @@ class Gathering:
         self._places_before = self._steps_before = 0.0
         # Starts, and of their prefills: new tokens, cached tokens, area.
         self._started: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+        self._asked: tuple[BatchRow | None, float] = (None, 0.0)
 
     def note_pass(self, started: BatchShape, *, is_full: bool) -> None:
         """A pass offered requests, and started some: their prefills.
@@ -85,6 +89,19 @@ class Gathering:
             return False
         rate = (self._places_before + num_places) / num_steps
         return num_places * num_places < rate * (num_decodes + empty_steps)
+
+    def lot_s(self, predictor: StepPredictor, max_tokens: int) -> float:
+        """What the prefill step of the lot with one more in it would take, in seconds.
+
+        Infinite when it has more than `max_tokens`. Each step that waits asks this, and the answer
+        is the same until the next request ends.
+        """
+        lot = self.lot()
+        if lot.prefill_tokens > max_tokens:
+            return math.inf
+        if lot != self._asked[0]:
+            self._asked = lot, predictor.predict_s(lot)
+        return self._asked[1]
 
     def lot(self) -> BatchRow:
         """The prefill step of the lot with one more in it, as requests were lately."""

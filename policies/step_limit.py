@@ -118,9 +118,9 @@ class StepLimit(ABC):
         """What a step that decodes the online requests may take in all; may be negative."""
         return min(self._limit_s(view), view.alone_s + self.stall_s)
 
-    def decode_limit_s(self, view: OnlineView) -> float:
-        """What a step that decodes both classes may take in all."""
-        return self.limit_s(view)
+    def decode_limit_s(self, view: OnlineView, limit_s: float) -> float:
+        """What a step that decodes both classes may take in all, `limit_s` being its limit."""
+        return limit_s
 
     def chunk_limit_s(self, view: OnlineView) -> float:
         """What an online prefill may take before online decodes must go on; may be negative."""
@@ -228,10 +228,8 @@ class SlackLimit(StepLimit):
         usable = max(0.0, left / (1.0 - PLACES_RAMP_SHARE))
         return view.alone_s + usable * (limit_s - view.alone_s)
 
-    def decode_limit_s(self, view: OnlineView) -> float:
-        if self.is_pressed(view, view.first_due_s):
-            return view.alone_s
-        return self.limit_s(view)
+    def decode_limit_s(self, view: OnlineView, limit_s: float) -> float:
+        return view.alone_s if self.is_pressed(view, view.first_due_s) else limit_s
 
     def is_pressed(self, view: OnlineView, due_s: float) -> bool:
         return self._margin_s > 0.0 and self._spare_s(view, due_s) < self._margin_s

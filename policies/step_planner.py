@@ -130,7 +130,7 @@ class StepPlanner:
             places_taken=(len(decodes) + num_waiting) / self._max_requests,
         )
         self.limit_s = self.limit.limit_s(self.view)
-        self._decode_limit = self.limit.decode_limit_s(self.view)
+        self._decode_limit = self.limit.decode_limit_s(self.view, self.limit_s)
         if is_present:
             self._batch_size.observe(exceeded=alone_s > self.limit_s)
 
@@ -151,17 +151,10 @@ class StepPlanner:
 
         Not when one more would not fit into their prefill step, by time or by the chunk.
         """
-        gathering = self.gathering
-        return self._config.gather and gathering.waits(num_offline) and self._fits_a_step(gathering)
-
-    def _fits_a_step(self, gathering: Gathering) -> bool:
-        lot = gathering.lot()
-        if lot.prefill_tokens > self._chunk_tokens:
+        if not (self._config.gather and self._is_known and self.gathering.waits(num_offline)):
             return False
-        if not self.is_limited:
-            return True
-        upper = self.estimator.upper
-        return self._is_known and upper.predict_s(lot) <= self.limit_s - self.view.alone_s
+        lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
+        return math.isfinite(lot_s) and lot_s <= self.limit_s - self.view.alone_s
 
     def decodes_first(
         self, *, online_prefill_waits: bool, last_was_prefill: bool, cached_tokens: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from echo_sgl.config import ReserveConfig
@@ -11,14 +12,18 @@ from echo_sgl.policies.reserve import BurstReserve
 
 logger = logging.getLogger(__name__)
 
+# As steps are learned from: what the model ran left nothing of this in the CPU's caches.
+OBSERVE_EVERY_S = 0.02
+# So small a part of the pool is grown in between by decodes.
+GROWTH_PARTS = 256
+
 
 class KvLimits:
     """The burst reserve on the real pool.
 
     Active KV is what requests hold: the pool without what is free or evictable. Online
     requests are charged with their whole length, so a prefix that several of them share
-    counts more than once, on the safe side; offline holds the rest. `is_within`: when observed
-    last, offline requests held no more than what several of them may hold.
+    counts more than once, on the safe side; offline holds the rest.
     """
 
     def __init__(self, config: ReserveConfig, tree_cache: Any, allocator: Any) -> None:
@@ -29,7 +34,7 @@ class KvLimits:
         self._has_warned = False
         self._holds_back = False
         self.online_tokens = 0
-        self.is_within = True
+        self._observed_s, self._observed_tokens = -math.inf, 0
         self.num_held_back = 0
         self.num_reserve_hits = 0
 
@@ -39,12 +44,24 @@ class KvLimits:
         self._reserve = BurstReserve(self._config, demand, self.capacity_tokens)
 
     def observe(self, now_s: float, online_tokens: int) -> None:
-        """Note what the running online requests hold; once per scheduler step."""
+        """Note what the running online requests hold; once per scheduler step.
+
+        Looked into every `OBSERVE_EVERY_S`, and when it has changed by more than decodes do.
+        """
         self._now_s = now_s
-        active_tokens = self.active_tokens
-        self.online_tokens = min(online_tokens, active_tokens)
+        changed_tokens = abs(online_tokens - self._observed_tokens)
+        is_alike = changed_tokens * GROWTH_PARTS < self.capacity_tokens
+        if now_s - self._observed_s < OBSERVE_EVERY_S and is_alike:
+            return
+        self._observed_tokens = online_tokens
+        self._observed_s = now_s
+        self.online_tokens = min(online_tokens, self.active_tokens)
         self._reserve.observe(now_s, self.online_tokens)
-        self.is_within = active_tokens - self.online_tokens <= self.offline_limit_tokens
+
+    @property
+    def is_within(self) -> bool:
+        """Whether offline requests hold no more than what several of them may hold."""
+        return self.offline_tokens <= self.offline_limit_tokens
 
     @property
     def active_tokens(self) -> int:

@@ -8,7 +8,7 @@ from enum import IntEnum
 from sglang.srt.managers.schedule_batch import Req
 
 from echo_sgl.engine.terms import terms_of
-from echo_sgl.policies.contexts import Contexts
+from echo_sgl.policies.contexts import NOBODY, Contexts
 
 
 class Part(IntEnum):
@@ -28,15 +28,18 @@ class Roster:
     again, as is who is about to leave. An offline one that is aborted counts until it ends.
     """
 
-    __slots__ = ("_again", "_contexts", "_held", "_num_grown")
+    __slots__ = ("_again", "_contexts", "_held", "_num_grown", "_reqs", "_sums")
 
     def __init__(self) -> None:
         # By identity, with the requests themselves, so that no other one takes it over.
         self._held: dict[int, tuple[Req, Part]] = {}
-        # Those of each part, as they were before all grew by `_num_grown` tokens.
+        # Those of each part, as they were before all grew by `_num_grown` tokens; and their sums,
+        # None where somebody left who was the longest or the shortest.
         self._contexts: tuple[dict[int, int], ...] = tuple({} for _ in Part)
+        self._sums: list[Contexts | None] = [NOBODY for _ in Part]
         self._num_grown = 0
         self._again: set[int] = set()
+        self._reqs: list[Req] = []
 
     def grow(self, num_tokens: int) -> None:
         """Each of them has so many tokens more."""
@@ -50,20 +53,27 @@ class Roster:
         """It is these now; by how many tokens those that stayed have grown since this was told
         last, and whether other online ones are here.
         """
-        here, online = set(map(id, reqs)), self._contexts[Part.ONLINE]
+        online = self._contexts[Part.ONLINE]
         had_online = set(online)
-        self._drop(self._again.union(self._held.keys() - here))
-        self._again = set()
+        again, self._again = self._again, set()
+        stayed = [req for req in self._reqs if id(req) not in again]
+        self._reqs = list(reqs)
+        # Mostly some have ended, and nobody came.
+        here = None if stayed == self._reqs else set(map(id, reqs))
+        self._drop(again if here is None else again.union(self._held.keys() - here))
         grown = self._growth()
         self._num_grown += grown
-        came = here - self._held.keys()
+        came = here - self._held.keys() if here is not None else set()
         if came:
             self._look_up([req for req in reqs if id(req) in came], now_s)
         return grown, online.keys() != had_online or not came.isdisjoint(had_online)
 
     def contexts(self, part: Part) -> Contexts:
         """Of those that count as this."""
-        return Contexts.of(list(self._contexts[part].values())).longer(self._num_grown)
+        sums = self._sums[part]
+        if sums is None:
+            sums = self._sums[part] = Contexts.of(list(self._contexts[part].values()))
+        return sums.longer(self._num_grown)
 
     def reqs_of(self, part: Part) -> list[Req]:
         """In the order in which they came."""
@@ -72,7 +82,10 @@ class Roster:
     def _drop(self, keys: Iterable[int]) -> None:
         for key in keys:
             if (gone := self._held.pop(key, None)) is not None:
-                del self._contexts[gone[1]][key]
+                part = gone[1]
+                tokens = self._contexts[part].pop(key)
+                if (sums := self._sums[part]) is not None:
+                    self._sums[part] = sums.without(tokens)
 
     def _growth(self) -> int:
         for key, (req, part) in self._held.items():
@@ -82,8 +95,11 @@ class Roster:
     def _look_up(self, reqs: Iterable[Req], now_s: float) -> None:
         for req in reqs:
             key, part = id(req), _part_of(req, now_s)
+            tokens = req.seqlen - self._num_grown
             self._held[key] = req, part
-            self._contexts[part][key] = req.seqlen - self._num_grown
+            self._contexts[part][key] = tokens
+            if (sums := self._sums[part]) is not None:
+                self._sums[part] = sums.with_one(tokens)
             if part is Part.LEAVING or not req.output_ids:
                 self._again.add(key)
 

@@ -228,6 +228,8 @@ class EchoScheduler(Offers):
             return True
         if self.is_mixed_chunk:
             return False
+        if self._is_full(running_batch):
+            return True
         with control.own_time:
             return control.defers_prefill(
                 online_prefill_waits=self._online_prefill_waits(),
@@ -235,6 +237,17 @@ class EchoScheduler(Offers):
                 and self.last_batch.forward_mode.is_extend(),
                 chunked=self.chunked_req,
             )
+
+    def _is_full(self, running_batch: ScheduleBatch) -> bool:
+        """Whether a pass would change nothing: nobody has left since the last one found no room."""
+        return (
+            running_batch.batch_is_full
+            and not running_batch.is_empty()
+            and not self.waiting_queue
+            and self.chunked_req is None
+            and self.kv_limits.is_within
+            and not self.grammar_manager.grammar_queue
+        )
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         if not self.is_mixed_chunk:

@@ -116,7 +116,7 @@ def test_terms_that_are_too_strict_are_answered_with_400(tight_server):
 
 def test_a_job_with_a_deadline_overtakes_one_without(tight_server):
     """In order of arrival it would be last: others would all have left the pool."""
-    crowd = [completion(text, 150, **FLEX) for text in documents(120, 40, seed=31)]
+    crowd = [completion(text, 100, **FLEX) for text in documents(80, 40, seed=31)]
     hurried = completion("hurried", 4, **FLEX)
 
     async def run() -> tuple[httpx.Response, int, list[httpx.Response]]:

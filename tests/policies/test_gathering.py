@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.policies.gathering import Gathering
-from tests.policies.plans import CHUNK_TOKENS, Unknown, begin, planner
+from tests.policies.plans import CHUNK_TOKENS, Clockwork, Unknown, begin, planner
 
 NUM_STEPS = 20_000
 
@@ -175,6 +175,22 @@ def test_lots_fit_beside_online_decodes(due_in_s, gathers):
     assert plan.gathers(30) is gathers
 
 
-def test_while_nothing_is_known_of_steps_only_those_without_a_limit_gather():
+def test_while_nothing_is_known_of_steps_nobody_gathers():
     assert not begin(plan_with(50, estimator=Unknown())).gathers(30)
-    assert begin(plan_with(50, estimator=Unknown(), limit="off")).gathers(30)
+
+
+def test_the_lot_is_asked_about_once_for_each_end():
+    class Counted(Clockwork):
+        num_asked = 0
+
+        def predict_s(self, step):
+            self.num_asked += 1
+            return super().predict_s(step)
+
+    predictor, gathering = Counted(), steady()
+    gathering.note_end()
+    before_s = gathering.lot_s(predictor, 512)
+    assert gathering.lot_s(predictor, 512) == before_s and predictor.num_asked == 1
+    gathering.note_end()
+    assert gathering.lot_s(predictor, 512) > before_s and predictor.num_asked == 2
+    assert gathering.lot_s(predictor, 10) == math.inf

@@ -84,6 +84,10 @@ def test_an_online_prefill_leaves_online_decodes_their_next_step():
     assert room_s == pytest.approx(0.4)
 
 
+def decode_limit_s(limit, view):
+    return limit.decode_limit_s(view, limit.limit_s(view))
+
+
 @pytest.mark.parametrize("name", ["slack", "relative"])
 @given(alone_s=seconds)
 def test_no_limit_lengthens_a_step_by_more_than_the_stall(name, alone_s):
@@ -107,7 +111,7 @@ def test_the_fewer_places_are_left_the_less_of_the_slack_is_used(taken, share_of
     at_hand = view(decode_due_s=100.5, alone_s=0.1, places_taken=taken)
     given_s = pytest.approx(0.1 + share_of_the_slack * 0.4)
     assert limit.limit_s(at_hand) == given_s
-    assert limit.decode_limit_s(at_hand) == given_s
+    assert decode_limit_s(limit, at_hand) == given_s
     assert SlackLimit(stall_s=10.0).limit_s(at_hand) == pytest.approx(0.5), "unless it is asked for"
 
 
@@ -241,12 +245,12 @@ def waiting(*, first_due_in_s: float, **others: float) -> OnlineView:
 def test_decodes_hold_no_offline_work_while_a_first_token_would_be_late() -> None:
     steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.5, **ALL)
     limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
-    assert limit.decode_limit_s(waiting(first_due_in_s=1.5)) == pytest.approx(1.0)
-    assert limit.decode_limit_s(waiting(first_due_in_s=0.9)) == 0.0
-    assert limit.decode_limit_s(waiting(first_due_in_s=1.5, prefill_s=0.6)) == 0.0
+    assert decode_limit_s(limit, waiting(first_due_in_s=1.5)) == pytest.approx(1.0)
+    assert decode_limit_s(limit, waiting(first_due_in_s=0.9)) == 0.0
+    assert decode_limit_s(limit, waiting(first_due_in_s=1.5, prefill_s=0.6)) == 0.0
     # Online decodes take four fifths of the time: 0.2 s of prefill need a second.
     late = waiting(first_due_in_s=1.5, prefill_s=0.2, alone_s=0.08)
-    assert limit.decode_limit_s(late) == pytest.approx(0.08)
+    assert decode_limit_s(limit, late) == pytest.approx(0.08)
     # A prefill step is held against the due times as before.
     assert limit.limit_s(late) == pytest.approx(1.0)
 
@@ -255,7 +259,7 @@ def test_without_a_margin_offline_work_uses_all_of_the_slack() -> None:
     steps = StepsConfig(limit="slack", max_stall_s=10.0, stall_share=1.0, ttft_margin=0.0, **ALL)
     limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
     late = waiting(first_due_in_s=0.3, prefill_s=0.6)
-    assert limit.decode_limit_s(late) == pytest.approx(0.3) == limit.limit_s(late)
+    assert decode_limit_s(limit, late) == pytest.approx(0.3) == limit.limit_s(late)
 
 
 def echo_limit() -> SlackLimit:
