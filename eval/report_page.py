@@ -91,7 +91,7 @@ SECTIONS = (
         "Simulated fleets",
         "Simulations under an assumed profile: offline load beside an online trace on two "
         "instances, and KV blocks that both classes share. No server ran.",
-        ("fleet", "shared_blocks", "slack_use", "unpromised"),
+        ("fleet", "shared_blocks", "slack_use", "unpromised", "lots"),
         "python -m eval.fleet",
     ),
     Section(
