@@ -200,7 +200,8 @@ def test_blobs_are_read_whole_and_in_parts_and_only_after_they_are_kept(store: J
     data = bytes(range(256)) * 9000  # two chunks and a bit
     file = add_file(store, data)
     assert b"".join(store.blobs.stream(file.id)) == data
-    spans = [(0, 5), (2**20 - 3, 7), (len(data) - 4, 4), (0, len(data))]
+    spans = [(0, 5), (2**20 - 3, 7), (7, 0), (len(data) - 4, 4), (0, len(data))]
+    spans += [(start, 3) for start in range(99, len(data) - 3, 20_000)]
     parts = store.blobs.read(file.id, spans)
     assert parts == [data[offset : offset + length] for offset, length in spans]
     with store.blobs.local_path(file.id) as path:
