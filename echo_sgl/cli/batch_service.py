@@ -277,8 +277,9 @@ def endpoint_of(jobs: Path) -> str:
 
     try:
         with jobs.open("rb") as file:
-            first = next((line for line in file if line.strip()), b"")
-        return parse_line(first.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n")).url
+            lines = (line.removeprefix(b"\xef\xbb\xbf") for line in file)
+            first = next((line for line in lines if line.strip()), b"")
+        return parse_line(first.rstrip(b"\r\n")).url
     except OSError as error:
         raise JobError(f"job file {jobs} cannot be read: {error.strerror}") from error
     except LineError as error:

@@ -259,11 +259,10 @@ class _Columns:
 
 def _read_csv(columns: _Columns, file: io.TextIOBase) -> None:
     lines = csv.reader(file)
-    header = [name.strip() for name in next(lines, [])]
+    rows = (row for row in lines if len(row) > 1 or "".join(row).strip())
+    header = [name.strip() for name in next(rows, [])]
     columns.format = _csv_format(columns, header)
-    for row in lines:
-        if len(row) < 2 and not "".join(row).strip():
-            continue
+    for row in rows:
         if len(row) != len(header):
             raise columns.error(
                 lines.line_num, f"{len(row)} values for {len(header)} columns; none may be missing"

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from echo_sgl.cli import app
 from echo_sgl.cli.batch_client import BatchServiceError
+from echo_sgl.cli.batch_service import endpoint_of
 from echo_sgl.cli.connection import ApiKeyError
 from echo_sgl.cli.replay import Replayer, ReplayError, read_job
 from echo_sgl.cli.server_route import ServerRouteError
@@ -226,6 +227,15 @@ def test_a_job_for_load_may_have_a_byte_order_mark_and_blank_lines(folder: Path)
     job.write_bytes(b"\xef\xbb\xbf" + line + b"\n\n{")
     with pytest.raises(EchoError, match="line 3: the line is not valid JSON"):
         read_job(job)
+
+
+@pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n", b"\n \n"])
+def test_a_batch_goes_where_its_first_line_that_is_not_blank_says(
+    folder: Path, before: bytes
+) -> None:
+    job = folder / "marked.jsonl"
+    job.write_bytes(before + completion_line("a") + b"\n")
+    assert endpoint_of(job) == "/v1/completions"
 
 
 # Keys

@@ -134,7 +134,7 @@ def test_whole_floats_are_counts_of_tokens(tmp_path: Path) -> None:
 
 
 def test_empty_and_blank_lines_are_skipped(tmp_path: Path) -> None:
-    text = "t_s,context_tokens,generated_tokens\n0,5,5\n\n  \t \n1,5,5\n   \n"
+    text = "\n  \nt_s,context_tokens,generated_tokens\n0,5,5\n\n  \t \n1,5,5\n   \n"
     assert list(read_trace_file(written(tmp_path, text)).trace.at_s) == [0.0, 1.0]
 
 
