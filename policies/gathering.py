@@ -64,6 +64,7 @@ class Gathering:
             before = zip(self._started, sums, strict=True)
             self._started = tuple(KEPT * old + new for old, new in before)
         self._is_full = is_full
+        self._asked = None, 0.0
         self.num_places = self._num_steps = self._empty_steps = 0
 
     def note_end(self) -> None:
@@ -93,8 +94,8 @@ class Gathering:
     def lot_s(self, predictor: StepPredictor, max_tokens: int) -> float:
         """What the prefill step of the lot with one more in it would take, in seconds.
 
-        Infinite when it has more than `max_tokens`. Each step that waits asks this, and the answer
-        is the same until the next request ends.
+        Infinite when it has more than `max_tokens`. Each step that waits asks this; the predictor
+        is asked once for each request that ended.
         """
         lot = self.lot()
         if lot.prefill_tokens > max_tokens:

@@ -278,7 +278,9 @@ class StepPlanner:
             return False
         if not self._is_known or not offline.num:
             return True
-        return self._joined_s(offline) <= self._decode_limit_s(offline.shortest)
+        joined_s = self._joined_s(offline)
+        # The second limit is no less, and takes a prediction.
+        return joined_s <= self._decode_limit or joined_s <= self._decode_limit_s(offline.shortest)
 
     def is_settled(self, running: Contexts, *, shortest_parked: int, parked_since_s: float) -> bool:
         """Whether `choose_decodes` would choose all that run and none that sit out.

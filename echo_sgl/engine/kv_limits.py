@@ -34,7 +34,8 @@ class KvLimits:
         self._has_warned = False
         self._holds_back = False
         self.online_tokens = 0
-        self._observed_s, self._observed_tokens = -math.inf, 0
+        self._given_tokens = self._looked_tokens = 0
+        self._looked_s = -math.inf
         self.num_held_back = 0
         self.num_reserve_hits = 0
 
@@ -48,15 +49,17 @@ class KvLimits:
 
         Looked into every `OBSERVE_EVERY_S`, and when it has changed by more than decodes do.
         """
-        self._now_s = now_s
-        changed_tokens = abs(online_tokens - self._observed_tokens)
+        changed_tokens = abs(online_tokens - self._looked_tokens)
         is_alike = changed_tokens * GROWTH_PARTS < self.capacity_tokens
-        if now_s - self._observed_s < OBSERVE_EVERY_S and is_alike:
-            return
-        self._observed_tokens = online_tokens
-        self._observed_s = now_s
-        self.online_tokens = min(online_tokens, self.active_tokens)
-        self._reserve.observe(now_s, self.online_tokens)
+        self._now_s, self._given_tokens = now_s, online_tokens
+        if now_s - self._looked_s >= OBSERVE_EVERY_S or not is_alike:
+            self.look()
+
+    def look(self) -> None:
+        """Compare what was noted last with what is active, before anybody is started or shed."""
+        self._looked_s, self._looked_tokens = self._now_s, self._given_tokens
+        self.online_tokens = min(self._given_tokens, self.active_tokens)
+        self._reserve.observe(self._now_s, self.online_tokens)
 
     @property
     def is_within(self) -> bool:

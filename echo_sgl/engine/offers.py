@@ -50,7 +50,7 @@ class Offers(PoolIntake):
             limit = min(limit, most - running)
             if limit <= 0:
                 self.step_control.refuse(Reason.SLOT, None, num_running=running, most=most)
-                self._gathering.note_pass(BatchShape(), is_full=True)
+                self._gathering.note_pass(BatchShape(), is_full=len(self.offline_pool) > 0)
         offered = self.offline_pool.upcoming(max(0, limit))
         if self.weighing is None:
             return tuple(offered)
@@ -76,7 +76,8 @@ class Offers(PoolIntake):
         """Learn how many passes start, and whether this one ended for want of room."""
         self.offer_size.note(len(started), num_offered)
         refusal = self.step_control.refusal
-        is_full = refusal is not None and refusal.reason in NO_ROOM and self.chunked_req is None
+        found_no_room = refusal is not None and refusal.reason in NO_ROOM
+        is_full = found_no_room and self.chunked_req is None and len(self.offline_pool) > 0
         prefills = BatchShape()
         for req in started:
             prefills.add_prefill(req.extend_len, req.prefix_len)

@@ -118,6 +118,15 @@ class OfflinePool:
             if num_cached_tokens < len(started.prompt):
                 self._changed(started)
 
+    def forget_ended(self) -> None:
+        """Forget those that started and hold no KV any more.
+
+        SGLang ends some without a word: out of memory, or aborted in its queue after they were
+        retracted. A look at all that started; not between a retraction and `add`.
+        """
+        for started in [one for one in self._started.values() if not one.req.kv.holds_kv]:
+            self.end(started.req)
+
     def need(self, namespace: str, path: Sequence[int]) -> PrefixNeed:
         """Echo's reference count of a prefix, and which requests it counts."""
         return self._order.need(namespace, path)

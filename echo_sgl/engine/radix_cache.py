@@ -22,8 +22,8 @@ TREE_CORE_NAME = "echo"
 class EchoRadixCache(UnifiedRadixCache):
     """The cache that every server with `cache.order` other than "stock" runs on.
 
-    `on_end` is called with each request whose KV is released because it ended, and how many of
-    its tokens the tree took in just then.
+    `on_end` is called with each request whose KV is released, or kept by its session, because it
+    ended, and how many of its tokens the tree took in just then.
     """
 
     on_end: Callable[[Any, int], None] | None = None
@@ -49,6 +49,13 @@ class EchoRadixCache(UnifiedRadixCache):
         super().on_release(req, checkpointed=checkpointed)
         if self.on_end is not None and req.finished():
             self.on_end(req, req.owned_kv_len() if checkpointed else 0)
+
+    def claim_kv_row(self, req: Any) -> bool:
+        is_claimed: bool = super().claim_kv_row(req)
+        # A streaming session keeps the KV of a turn that ended: nothing is released then.
+        if is_claimed and self.on_end is not None and req.finished():
+            self.on_end(req, 0)
+        return is_claimed
 
 
 def _create_tree_core(params: Any, components: Any) -> EchoTreeCore:

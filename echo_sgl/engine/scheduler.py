@@ -51,6 +51,9 @@ from echo_sgl.policies.offline_order import create_offline_order
 
 logger = logging.getLogger(__name__)
 
+# Prompts of requests that ended without a word count as pending for no longer than this.
+FORGET_EVERY_S = 1.0
+
 
 class EchoScheduler(Offers):
     """Online first, offline in prefix order in what is left (HyGen algorithms 2-4)."""
@@ -74,6 +77,7 @@ class EchoScheduler(Offers):
         self.deadline_watch = DeadlineWatch(order)
         self.offline_pool = OfflinePool(order, self.offline_config.max_pool_requests)
         self.offer_size = OfferSize()
+        self._forgot_s = 0.0
         self._parked_chunks: list[Req] = []
         self._shed: list[Req] = []
         self.recording = RecordingLog()
@@ -174,6 +178,9 @@ class EchoScheduler(Offers):
         if (core := self.tree_cache.echo_core) is not None:
             core.now_s = now_s
         self.deadline_watch.advance(now_s, self._has_offline_work)
+        if now_s - self._forgot_s >= FORGET_EVERY_S:
+            self._forgot_s = now_s
+            self.offline_pool.forget_ended()
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
             self.offline_pool,
@@ -224,19 +231,20 @@ class EchoScheduler(Offers):
             if self.is_mixed_chunk:
                 # A step that prefills decodes as well: who decodes must be settled first.
                 control.select_decodes(running_batch)
-        if super()._should_defer_prefill(running_batch):
-            return True
-        if self.is_mixed_chunk:
-            return False
-        if self._is_full(running_batch):
-            return True
-        with control.own_time:
-            return control.defers_prefill(
+            if super()._should_defer_prefill(running_batch):
+                return True
+            if self.is_mixed_chunk:
+                return False
+            is_deferred = self._is_full(running_batch) or control.defers_prefill(
                 online_prefill_waits=self._online_prefill_waits(),
                 last_was_prefill=self.last_batch is not None
                 and self.last_batch.forward_mode.is_extend(),
                 chunked=self.chunked_req,
+                limits=self.kv_limits,
             )
+        if is_deferred:
+            self._take_in_compiled()
+        return is_deferred
 
     def _is_full(self, running_batch: ScheduleBatch) -> bool:
         """Whether a pass would change nothing: nobody has left since the last one found no room."""
@@ -246,8 +254,13 @@ class EchoScheduler(Offers):
             and not self.waiting_queue
             and self.chunked_req is None
             and self.kv_limits.is_within
-            and not self.grammar_manager.grammar_queue
         )
+
+    def _take_in_compiled(self) -> None:
+        """Requests whose grammars are compiled now; SGLang asks for them in its pass only."""
+        if self.grammar_manager.has_waiting_grammars():
+            for req in self.grammar_manager.get_ready_grammar_requests():
+                self._add_request_to_queue(req)
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         if not self.is_mixed_chunk:
@@ -261,15 +274,14 @@ class EchoScheduler(Offers):
 
     def _online_prefill_waits(self) -> bool:
         chunked_online = self.chunked_req is not None and not is_offline(self.chunked_req)
-        # SGLang asks in its pass only whether a grammar is compiled.
-        compiling = self.grammar_manager.grammar_queue
-        return bool(self.waiting_queue) or chunked_online or not all(map(is_offline, compiling))
+        return bool(self.waiting_queue) or chunked_online
 
     def _get_new_batch_prefill_raw(
         self, prefill_delayer_single_pass: Any, running_batch: ScheduleBatch
     ) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         was_full = running_batch.batch_is_full and not running_batch.is_empty()
         with self.step_control.own_time:
+            self.kv_limits.look()
             self._park_offline_chunk()
             self._shed_offline(running_batch)
             self.policy.offline_chunk_tokens = self._offline_chunk_tokens()

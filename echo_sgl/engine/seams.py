@@ -80,6 +80,7 @@ RELIED_ON = (
     Seam(f"{_CACHE}.checkpoint_into_tree", "self req up_to kwargs"),
     Seam(f"{_CACHE}.checkpoint", "self req up_to kwargs"),
     Seam(f"{_CACHE}.on_release", "self req checkpointed"),
+    Seam(f"{_CACHE}.claim_kv_row", "self req"),
     Seam(f"{_CORE}.__init__", "self params components"),
     Seam(f"{_CORE}.reset", "self"),
     Seam(f"{_CORE}.match_prefix", "self params"),

@@ -17,6 +17,7 @@ from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.config import EchoConfig
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
+from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
 from echo_sgl.engine.places import new_tokens, placed, queued
@@ -128,12 +129,17 @@ class StepControl:
         self._is_settled = self._stays(self._running.offline)
 
     def defers_prefill(
-        self, *, online_prefill_waits: bool, last_was_prefill: bool, chunked: Req | None
+        self,
+        *,
+        online_prefill_waits: bool,
+        last_was_prefill: bool,
+        chunked: Req | None,
+        limits: KvLimits,
     ) -> bool:
         """Whether a step that decodes goes first, see `gathers` and `decodes_first` there."""
         planner, num_offline = self.planner, self._running.offline.num
         is_idle = chunked is None and not online_prefill_waits
-        if is_idle and planner.gathers(num_offline):
+        if is_idle and planner.gathers(num_offline) and limits.is_within:  # else a pass sheds
             self.refusal = GATHERING
             return True
         is_deferred = planner.decodes_first(
@@ -206,7 +212,7 @@ class StepControl:
             return None
         online, num_offline = self._online_part(batch, row)
         self.planner.launch(online, is_alone=not num_offline)
-        if not row.num_prefills:
+        if num_pooled and not row.num_prefills:
             self.planner.gathering.note_decode()
         predicted_s, upper_s = self.estimator.predict_both_s(row)
         note = StepNote(

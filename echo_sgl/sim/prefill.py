@@ -68,7 +68,8 @@ class PrefillPass:
         started = BatchShape()
         for _, new, cached in self._prefills[len(self._prefills) - num_started :]:
             started.add_prefill(new, cached)
-        is_full = self._is_full and self._scheduler.chunked is None
+        scheduler = self._scheduler
+        is_full = self._is_full and scheduler.chunked is None and len(scheduler.pool) > 0
         self._planner.gathering.note_pass(started, is_full=is_full)
 
     def _plan(self) -> StepPlan:
@@ -89,6 +90,8 @@ class PrefillPass:
         limit = scheduler.offer_size.limit(self._free_slots(), steps.candidates)
         if offline.max_running_requests:
             limit = min(limit, offline.max_running_requests - scheduler.num_offline)
+            if limit <= 0:
+                self._planner.gathering.note_pass(BatchShape(), is_full=True)
         offered = scheduler.pool.upcoming(max(0, limit))
         if scheduler.config.echo.cache.order == "stock":
             return offered  # SGLang's own tree does not tell what weighing asks
@@ -147,8 +150,9 @@ class PrefillPass:
             if self._budget() <= 0:
                 return False
             if self._free_slots() <= 0 and not self._makes_place(request):
-                scheduler.is_full = True
+                scheduler.is_full = self._is_full = True
                 return False
+            is_new = request.cached_tokens is None
             verdict = self._try_add(request)
             while verdict is Verdict.NO_MEMORY and self._can_make_room(request):
                 if not scheduler.retract_first():
@@ -157,13 +161,15 @@ class PrefillPass:
             if verdict is not Verdict.ADDED:
                 is_full = verdict is Verdict.NO_MEMORY
                 scheduler.is_full = scheduler.is_full or is_full
+                self._is_full = is_full
                 scheduler.results.num_memory_waits += is_full
                 return False
             scheduler.waiting.popleft()
             request.waiting_since_s = None
             tokens = request.seq_tokens
             self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
-            self._planner.gathering.note_start()
+            if is_new:
+                self._planner.gathering.note_start()
             if scheduler.chunked is request:
                 return False
         return scheduler.chunked is None and self._budget() > 0

@@ -282,7 +282,7 @@ class SimScheduler:
 
     def launch(self, plan: StepPlan) -> None:
         """A step is about to run: what would its online part take alone?"""
-        if plan.decodes and not plan.prefills:
+        if plan.decodes and not plan.prefills and len(self.pool):
             self.planner.gathering.note_decode()
         if self._forgets_steps:
             return

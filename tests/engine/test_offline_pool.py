@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.offline_pool import OfflinePool, namespace_of
 from echo_sgl.policies.offline_order import FcfsOrder, PsmOrder
 
 
@@ -20,6 +20,7 @@ def request(rid: str, tokens: str = "abc", *, extra_key: str | None = None) -> S
         seqlen=len(prompt),
         extra_key=extra_key,
         cache_salt=None,
+        kv=SimpleNamespace(holds_kv=True),
     )
 
 
@@ -96,3 +97,23 @@ def test_prompts_of_different_cache_namespaces_are_kept_apart():
     for rid, key in [("a", "two"), ("b", None), ("c", "two"), ("d", None)]:
         pool.add(request(rid, extra_key=key), entry_s=0.0, resumed=False)
     assert rids(pool.upcoming(4)) == ["b", "d", "a", "c"]
+
+
+def test_who_started_and_holds_no_kv_any_more_is_forgotten():
+    """SGLang ends some without a word; who was retracted and waits again is not meant."""
+    pool = OfflinePool(PsmOrder(), capacity=9)
+    ended, running, again = (request(rid, "doc" + rid) for rid in "abc")
+    for req in (ended, running, again):
+        pool.add(req, entry_s=0.0, resumed=False)
+        pool.take(req)
+    path = ended.origin_input_ids[:3]
+    ended.kv.holds_kv = again.kv.holds_kv = False
+    pool.add(again, entry_s=1.0, resumed=True)
+    assert pool.need(namespace_of(ended), path).num_pending == 3
+    pool.forget_ended()
+    assert pool.need(namespace_of(ended), path).num_pending == 2
+    assert rids(pool.upcoming(9)) == ["c"]
+    pool.forget_ended()
+    running.kv.holds_kv = False
+    pool.forget_ended()
+    assert pool.need(namespace_of(ended), path).num_pending == 1
