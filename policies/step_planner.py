@@ -332,17 +332,9 @@ class StepPlanner:
     def _joined_s(self, offline: Contexts) -> float:
         """What the online decodes would take with these."""
         online = self._online_decodes
-        return self.estimator.upper.predict_s(
-            BatchRow(
-                0,
-                0,
-                0,
-                0,
-                online.num_decodes + offline.num,
-                online.decode_tokens + offline.tokens,
-                max(online.max_decode_tokens, offline.longest),
-            )
-        )
+        num, tokens = online.num_decodes + offline.num, online.decode_tokens + offline.tokens
+        longest = max(online.max_decode_tokens, offline.longest)
+        return self.estimator.upper.predict_s(BatchRow(0, 0, 0, 0, num, tokens, longest))
 
     def _decode_limit_s(self, shortest_tokens: int) -> float:
         """The limit of a decode step. Without online decodes one offline decode is the least

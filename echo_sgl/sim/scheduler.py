@@ -90,8 +90,7 @@ class SimScheduler:
         )
         self.feed = EstimatorFeed(self.estimator, is_exact=not config.noise)
         # Where no policy keeps count of steps, one without offline work needs no planning.
-        keeps_steps = self.planner.keeps_steps
-        self._forgets_steps = not keeps_steps and echo.steps.batch_size == "fixed"
+        self._forgets_steps = not self.planner.keeps_steps and echo.steps.batch_size == "fixed"
 
     def _set_up_requests(self) -> None:
         """Who decodes, prefills, sits out and waits."""
@@ -192,8 +191,8 @@ class SimScheduler:
     def defers_prefill(self) -> bool:
         if self.config.enable_mixed_chunk:
             return False
-        waits = self.online_prefill_waits() or self.chunked is not None
-        if not waits and self.planner.gathers(len(self.offline)):
+        is_idle = not self.waiting and self.chunked is None
+        if is_idle and self.planner.gathers(len(self.offline)):
             return True
         return self.planner.decodes_first(
             online_prefill_waits=self.online_prefill_waits(),
