@@ -80,10 +80,13 @@ class Gathering:
         self._num_steps += 1
         self._empty_steps += self.num_places
 
-    def waits(self, num_decodes: int) -> bool:
-        """Whether those that could start do so later; `num_decodes` would stop for them."""
+    def waits(self, num_decodes: int, num_waiting: int) -> bool:
+        """Whether those that could start do so later; `num_decodes` would stop for them.
+
+        Not when there is room for all `num_waiting`: nobody else would start with them.
+        """
         num_places, empty_steps = self.num_places, self._empty_steps
-        if not self._is_full or not num_places or empty_steps >= num_decodes:
+        if not self._is_full or not 0 < num_places < num_waiting or empty_steps >= num_decodes:
             return False
         num_steps = self._steps_before + self._num_steps
         if not num_steps:

@@ -146,12 +146,14 @@ class StepPlanner:
 
     # ---- prefill ---------------------------------------------------------------------------
 
-    def gathers(self, num_offline: int) -> bool:
+    def gathers(self, num_offline: int, num_pooled: int) -> bool:
         """Whether offline requests wait for others to start with, while so many decode.
 
         Not when one more would not fit into their prefill step, by time or by the chunk.
         """
-        if not (self._config.gather and self._is_known and self.gathering.waits(num_offline)):
+        if not (self._config.gather and self._is_known):
+            return False
+        if not self.gathering.waits(num_offline, num_pooled):
             return False
         lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
         return math.isfinite(lot_s) and lot_s <= self.limit_s - self.view.alone_s

@@ -240,6 +240,7 @@ class EchoScheduler(Offers):
                 last_was_prefill=self.last_batch is not None
                 and self.last_batch.forward_mode.is_extend(),
                 chunked=self.chunked_req,
+                num_pooled=len(self.offline_pool),
                 limits=self.kv_limits,
             )
         if is_deferred:

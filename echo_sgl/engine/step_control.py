@@ -134,12 +134,13 @@ class StepControl:
         online_prefill_waits: bool,
         last_was_prefill: bool,
         chunked: Req | None,
+        num_pooled: int,
         limits: KvLimits,
     ) -> bool:
         """Whether a step that decodes goes first, see `gathers` and `decodes_first` there."""
-        planner, num_offline = self.planner, self._running.offline.num
-        is_idle = chunked is None and not online_prefill_waits
-        if is_idle and planner.gathers(num_offline) and limits.is_within:  # else a pass sheds
+        planner, is_idle = self.planner, chunked is None and not online_prefill_waits
+        gathers = is_idle and planner.gathers(self._running.offline.num, num_pooled)
+        if gathers and limits.is_within:  # else a pass sheds
             self.refusal = GATHERING
             return True
         is_deferred = planner.decodes_first(
@@ -327,9 +328,8 @@ class StepControl:
         )
 
     def _candidates(self, running: Sequence[Req]) -> list[Decode]:
-        choices = [self._decode(req, is_running=True) for req in running]
         parked = [self._decode(req, is_running=False) for req in self.parked]
-        return [*choices, *parked]
+        return [*(self._decode(req, is_running=True) for req in running), *parked]
 
     def _decode(self, req: Req, *, is_running: bool) -> Decode:
         terms = terms_of(req)

@@ -192,7 +192,7 @@ class SimScheduler:
         if self.config.enable_mixed_chunk:
             return False
         is_idle = not self.waiting and self.chunked is None
-        if is_idle and self.planner.gathers(len(self.offline)):
+        if is_idle and self.planner.gathers(len(self.offline), len(self.pool)):
             return True
         return self.planner.decodes_first(
             online_prefill_waits=self.online_prefill_waits(),

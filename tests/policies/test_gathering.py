@@ -14,7 +14,7 @@ from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.policies.gathering import Gathering
 from tests.policies.plans import CHUNK_TOKENS, Clockwork, Unknown, begin, planner
 
-NUM_STEPS = 20_000
+NUM_STEPS, MANY = 20_000, 99_999
 
 
 def prefills(num: int, new: int = 10, cached: int = 100) -> BatchShape:
@@ -42,7 +42,7 @@ def steady(ends: int = 1, steps: int = 2, passes: int = 30) -> Gathering:
 
 
 def tokens_per_step(
-    num_places: int, longest: int, waits: Callable[[Gathering, int], bool], seed: int = 0
+    num_places: int, longest: int, waits: Callable[[Gathering, int, int], bool], seed: int = 0
 ) -> float:
     """Tokens that a server of so many places makes in a step, prefill steps among them."""
     rng, gathering = random.Random(seed), Gathering()
@@ -50,7 +50,7 @@ def tokens_per_step(
     num_tokens = 0
     for _ in range(NUM_STEPS):
         num_free = num_places - len(running)
-        if num_free and not (running and waits(gathering, len(running))):
+        if num_free and not (running and waits(gathering, len(running), MANY)):
             running += [rng.randint(1, longest) for _ in range(num_free)]
             full(gathering, num_free)
             continue
@@ -65,10 +65,12 @@ def tokens_per_step(
 
 @pytest.mark.parametrize(("num_places", "longest"), [(8, 60), (32, 30), (64, 255), (64, 2000)])
 def test_lots_make_nearly_as_many_tokens_as_the_best_lot_of_one_size(num_places, longest):
-    at_once = tokens_per_step(num_places, longest, lambda gathering, num_decodes: False)
+    at_once = tokens_per_step(
+        num_places, longest, lambda gathering, num_decodes, num_waiting: False
+    )
     gathered = tokens_per_step(num_places, longest, Gathering.waits)
     fixed = [
-        tokens_per_step(num_places, longest, lambda one, _, size=size: one.num_places < size)
+        tokens_per_step(num_places, longest, lambda one, *_, size=size: one.num_places < size)
         for size in (1, 2, 3, 4, 6, 8, 12, 16, 24)
         if size < num_places
     ]
@@ -80,7 +82,7 @@ def test_starting_at_once_is_best_for_long_answers_of_few_and_so_it_does():
     """Two places and answers of thousands of tokens: a start in 1,500 steps costs nothing."""
     gathering = steady(ends=1, steps=1500, passes=5)
     gathering.note_end()
-    assert not gathering.waits(1)
+    assert not gathering.waits(1, MANY)
 
 
 def test_who_has_started_all_or_knows_nothing_does_not_wait():
@@ -89,28 +91,40 @@ def test_who_has_started_all_or_knows_nothing_does_not_wait():
     unfilled.note_end()
     unknown = full(Gathering())
     unknown.note_end()
-    assert not unfilled.waits(64) and not unknown.waits(64) and not Gathering().waits(64)
-    assert not steady().waits(64), "there is no room for anybody"
-    assert not full(unknown).waits(64)
+    assert (
+        not unfilled.waits(64, MANY)
+        and not unknown.waits(64, MANY)
+        and not Gathering().waits(64, MANY)
+    )
+    assert not steady().waits(64, MANY), "there is no room for anybody"
+    assert not full(unknown).waits(64, MANY)
 
 
 def test_when_no_more_requests_end_waiting_costs_no_more_than_the_start():
     gathering = steady()
     gathering.note_end()
     num_waited = 0
-    while gathering.waits(20):
+    while gathering.waits(20, MANY):
         gathering.note_decode()
         num_waited += 1
     assert 10 < num_waited <= 20
 
 
+def test_nobody_waits_for_more_than_wait():
+    gathering = steady()
+    gathering.note_end()
+    gathering.note_end()
+    assert gathering.waits(64, 3)
+    assert not gathering.waits(64, 2) and not gathering.waits(64, 0)
+
+
 def test_room_that_others_take_is_no_room():
     gathering = steady()
     gathering.note_end()
-    assert gathering.waits(64) and gathering.facts == {"num_places": 1, "empty_steps": 0}
+    assert gathering.waits(64, MANY) and gathering.facts == {"num_places": 1, "empty_steps": 0}
     gathering.note_start()
     gathering.note_start()
-    assert not gathering.waits(64) and gathering.num_places == 0
+    assert not gathering.waits(64, MANY) and gathering.num_places == 0
 
 
 def test_a_pass_that_changes_nothing_forgets_nothing():
@@ -122,7 +136,9 @@ def test_a_pass_that_changes_nothing_forgets_nothing():
         other.note_pass(prefills(0), is_full=True)
     for gathering in (one, other):
         gathering.note_end()
-    assert [one.waits(num) for num in range(99)] == [other.waits(num) for num in range(99)]
+    assert [one.waits(num, MANY) for num in range(99)] == [
+        other.waits(num, MANY) for num in range(99)
+    ]
 
 
 def test_the_lot_is_as_its_requests_were_lately():
@@ -148,7 +164,7 @@ def test_it_never_waits_for_longer_than_a_start_costs(events):
     }
     for event in events:
         calls[event]()
-        num_waits = num_waits + 1 if event == "decode" and gathering.waits(5) else 0
+        num_waits = num_waits + 1 if event == "decode" and gathering.waits(5, MANY) else 0
         assert num_waits <= 5
 
 
@@ -163,20 +179,20 @@ def plan_with(new_tokens: int, **given: object):
 
 def test_lots_are_of_requests_that_fit_into_one_prefill_step():
     small, large = CHUNK_TOKENS // 2 - 1, CHUNK_TOKENS // 2 + 2
-    assert begin(plan_with(small)).gathers(30)
-    assert not begin(plan_with(large)).gathers(30)
-    assert not begin(plan_with(small, gather=False)).gathers(30)
+    assert begin(plan_with(small)).gathers(30, MANY)
+    assert not begin(plan_with(large)).gathers(30, MANY)
+    assert not begin(plan_with(small, gather=False)).gathers(30, MANY)
 
 
 @pytest.mark.parametrize(("due_in_s", "gathers"), [(0.13, True), (0.11, False), (math.inf, True)])
 def test_lots_fit_beside_online_decodes(due_in_s, gathers):
     """Two prompts of 50 tokens take 100 ms, two online decodes 20 ms."""
     plan = begin(plan_with(50), decodes=2, due_in_s=due_in_s)
-    assert plan.gathers(30) is gathers
+    assert plan.gathers(30, MANY) is gathers
 
 
 def test_while_nothing_is_known_of_steps_nobody_gathers():
-    assert not begin(plan_with(50, estimator=Unknown())).gathers(30)
+    assert not begin(plan_with(50, estimator=Unknown())).gathers(30, MANY)
 
 
 def test_the_lot_is_asked_about_once_for_each_end():
