@@ -10,20 +10,13 @@ times come from profiles that `echo-sgl calibrate` measured; no server runs. On 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
-import shlex
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import orjson
-from rich.console import Console
-from rich.progress import track
 
 from echo_sgl.config import parse_config
 from echo_sgl.estimators.profile import load_profile
@@ -32,10 +25,10 @@ from echo_sgl.sim.server import simulate
 from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace, empty_trace
 from echo_sgl.types import Task
-from eval.machine import provenance
-from eval.options import add_arguments, check_options, option
+from eval.options import check_options, option
 from eval.report import table
 from eval.simulated_load import CONFIGS_DIR, ROOT
+from eval.simulated_points import parse_points, simulate_points, write_points
 
 RESULTS_DIR = ROOT / "results"
 NUM_DOCUMENTS = 50
@@ -243,30 +236,11 @@ def _described(server: Simulated) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Simulate every point and write the results; wrong options end it with code 2."""
-    parser = argparse.ArgumentParser(prog="python -m eval.lots")
-    add_arguments(parser, LotsOptions, {})
-    try:
-        options = LotsOptions(**vars(parser.parse_args(argv)))
-    except ValueError as error:
-        parser.error(str(error))
-    todo = list(points())
-    with ProcessPoolExecutor(options.workers) as pool:
-        done = pool.map(run_point, [options] * len(todo), todo)
-        rows = list(track(done, total=len(todo), console=Console(stderr=True)))
-    config = {
-        "name": options.name,
-        "command": f"python -m eval.lots {shlex.join(argv)}".strip(),
-        **provenance(),
-        "options": dataclasses.asdict(options),
-        "servers": {name: _described(server) for name, server in SERVERS.items()},
-    }
-    folder = RESULTS_DIR / options.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, tree in (("config.json", config), ("summary.json", {"rows": rows})):
-        (folder / name).write_bytes(orjson.dumps(tree, option=orjson.OPT_INDENT_2))
-    text = summary_markdown(config, rows)
-    (folder / "summary.md").write_text(text, encoding="utf-8")
-    print(text)
+    prog = "python -m eval.lots"
+    options = parse_points(argv, LotsOptions, prog=prog)
+    rows = simulate_points(run_point, options, list(points()))
+    facts = {"servers": {name: _described(one) for name, one in SERVERS.items()}}
+    write_points(RESULTS_DIR, options, rows, summary_markdown, prog=prog, argv=argv, facts=facts)
 
 
 if __name__ == "__main__":

@@ -10,26 +10,19 @@ The steps' times come from profiles that `echo-sgl calibrate` measured; no serve
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
-from rich.console import Console
-from rich.progress import track
 
 from echo_sgl.config import load_config
 from echo_sgl.types import Task
 from eval.cache_arms import Sections
-from eval.machine import provenance
-from eval.options import add_arguments, check_options, option
+from eval.options import check_options, option
 from eval.report import table
 from eval.simulated_load import (
     CONFIGS_DIR,
@@ -43,6 +36,7 @@ from eval.simulated_load import (
     with_sections,
     with_slo,
 )
+from eval.simulated_points import parse_points, simulate_points, write_points
 from eval.summary import tokens_per_s
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
@@ -170,31 +164,11 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
 
 def main(argv: Sequence[str]) -> None:
     """Simulate every point and write the results; wrong options end it with code 2."""
-    parser = argparse.ArgumentParser(prog="python -m eval.unpromised")
-    add_arguments(parser, UnpromisedOptions, {})
-    try:
-        options = UnpromisedOptions(**vars(parser.parse_args(argv)))
-    except ValueError as error:
-        parser.error(str(error))
-    todo = list(points())
-    with ProcessPoolExecutor(options.workers) as pool:
-        done = pool.map(run_point, [options] * len(todo), todo, chunksize=len(SETTINGS))
-        rows = list(track(done, total=len(todo), console=Console(stderr=True)))
-    config = {
-        "name": options.name,
-        "command": f"python -m eval.unpromised {shlex.join(argv)}".strip(),
-        **provenance(),
-        "options": dataclasses.asdict(options),
-        "settings": SETTINGS,
-        "h200_sizes": H200_SIZES,
-    }
-    folder = RESULTS_DIR / options.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, tree in (("config.json", config), ("summary.json", {"rows": rows})):
-        (folder / name).write_bytes(orjson.dumps(tree, option=orjson.OPT_INDENT_2))
-    text = summary_markdown(config, rows)
-    (folder / "summary.md").write_text(text, encoding="utf-8")
-    print(text)
+    prog = "python -m eval.unpromised"
+    options = parse_points(argv, UnpromisedOptions, prog=prog)
+    rows = simulate_points(run_point, options, list(points()), chunk=len(SETTINGS))
+    facts = {"settings": SETTINGS, "h200_sizes": H200_SIZES}
+    write_points(RESULTS_DIR, options, rows, summary_markdown, prog=prog, argv=argv, facts=facts)
 
 
 if __name__ == "__main__":

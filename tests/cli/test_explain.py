@@ -45,6 +45,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
         "2,000",
     ),
     "slot": ({"num_running": 4, "most": 4}, "4 requests run, 4 may (offline.max_running_requests)"),
+    "gather": ({"num_places": 3, "empty_steps": 9}, "there is room for 3, and all that decode"),
     "prefix": ({}, "which a neighbour computes right now"),
     "paused": ({}, "it is paused"),
     "order": ({}, "the prefill that is under way"),

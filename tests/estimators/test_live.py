@@ -102,6 +102,20 @@ def test_refits_follow_a_server_whose_costs_changed(name):
     assert mape(live, other) < 0.03
 
 
+def test_a_step_that_was_asked_about_is_asked_anew_after_a_refit():
+    live = LiveBatchTime(true_model("pooled"), refit_steps=50)
+    row = BatchRow(0, 0, 0, 0, 8, 4000, 900)
+    before_s = live.predict_s(row)
+    assert live.predict_s(row) == before_s == true_model("pooled").predict_s(row)
+    play(live, true_model("pooled"), 49, factor=3.0)
+    live.predict_s(row)
+    play(live, true_model("pooled"), 1, factor=3.0, seed=1)
+    assert live.num_refits == 1
+    after_s = live.predict_s(row)
+    live.predict_s(BatchRow(0, 0, 0, 0, 1, 9, 9))  # whatever was remembered is not any more
+    assert live.predict_s(row) == after_s
+
+
 def test_a_fit_that_is_refused_keeps_the_model_and_says_why():
     live = LiveBatchTime(unfitted("pooled"))
     play(live, true_model("pooled"), 60, kinds=(StepKind.DECODE,))

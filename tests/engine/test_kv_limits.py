@@ -1,0 +1,44 @@
+"""What online requests hold is looked into now and then, and before anybody starts or is shed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from echo_sgl.config import ReserveConfig
+from echo_sgl.engine.kv_limits import GROWTH_PARTS, OBSERVE_EVERY_S, KvLimits
+
+CAPACITY = GROWTH_PARTS * 100
+
+
+def limits(active_tokens: int, min_tokens: int = 0) -> KvLimits:
+    cache = SimpleNamespace(evictable_size=lambda: 0, echo_core=None)
+    allocator = SimpleNamespace(size=CAPACITY, available_size=lambda: CAPACITY - active_tokens)
+    config = ReserveConfig(predictor="off", min_tokens=min_tokens)
+    return KvLimits(config, cache, allocator)
+
+
+def test_small_changes_wait_and_large_ones_do_not():
+    one = limits(active_tokens=CAPACITY)
+    one.observe(1.0, 500)
+    one.observe(1.0 + OBSERVE_EVERY_S / 2, 599)
+    assert one.online_tokens == 500
+    one.observe(1.0 + OBSERVE_EVERY_S / 2, 600)
+    assert one.online_tokens == 600, "by a part of the pool"
+    one.observe(1.0 + OBSERVE_EVERY_S / 2, 400)
+    assert one.online_tokens == 400, "less as well as more"
+    one.observe(1.0 + OBSERVE_EVERY_S * 2, 401)
+    assert one.online_tokens == 401, "in time"
+
+
+def test_who_is_within_is_told_by_what_is_noted_last_once_it_was_looked_at():
+    """With 10 tokens kept and 500 online, offline requests may hold all but 510."""
+    one = limits(active_tokens=CAPACITY, min_tokens=10)
+    one.observe(1.0, 500)
+    assert not one.is_within and one.excess_tokens(2) == 10
+    one.observe(1.0, 550)
+    assert one.offline_tokens == CAPACITY - 500
+    one.look()
+    assert one.offline_tokens == CAPACITY - 550
+    free = limits(active_tokens=CAPACITY - 10, min_tokens=10)
+    free.observe(1.0, 500)
+    assert free.is_within and not free.excess_tokens(2)
