@@ -16,6 +16,7 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,14 @@ BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
 
 def run() -> list[dict[str, Any]]:
     """Rows for `make bench`: median and p99 of a step's own time, of all and by what they run."""
-    return [row for job, lengths in JOBS.items() for row in _run(job, lengths)]
+    model = str(demo_model("tiny"))
+    return [row for job in JOBS for row in measure(job, model, device_args(), ENV)]
 
 
-def _run(job: str, answer_tokens: tuple[int, int]) -> list[dict[str, Any]]:
+def measure(
+    job: str, model: str, server_args: Sequence[str], env: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Rows of one job on a server of its own."""
     config = BUILD_DIR / "bench-steps.toml"
     config.parent.mkdir(exist_ok=True)
     config.write_text(CONFIG, encoding="utf-8")
@@ -55,12 +60,11 @@ def _run(job: str, answer_tokens: tuple[int, int]) -> list[dict[str, Any]]:
         "--enable-metrics",
         *("--max-running-requests", str(NUM_RUNNING)),
         *("--max-total-tokens", "60000"),
-        *device_args(),
+        *server_args,
     ]
     log_path = BUILD_DIR / "logs" / "bench-steps.log"
-    model = demo_model("tiny")
-    with running_server(model, args, config=config, env=ENV, log_path=log_path) as server:
-        own_s, time_s, is_decode = _steps(server, answer_tokens)
+    with running_server(model, args, config=config, env=env, log_path=log_path) as server:
+        own_s, time_s, is_decode = _steps(server, JOBS[job])
     return [
         *_rows(f"a step, {job}", own_s, time_s),
         *_rows(f"a step that decodes, {job}", own_s[is_decode], time_s[is_decode]),
