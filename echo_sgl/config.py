@@ -122,21 +122,22 @@ class StepsConfig:
     "slack", no offline request decodes while an online one waits whose first token would come
     later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
     And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
-    online decodes are ahead when an online prefill stops them; a first token that would be late
-    may make them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few
-    tokens left ends before an online prefill makes it late for good. Where online requests hold
-    or wait for two thirds of `place_share` of the server's places (`--max-running-requests`),
-    offline work gets less beside them, and nothing from `place_share` on; with 0 places do not
-    matter. Where all are taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time
-    gives its place to an online request that comes too close to its own (`ttft_margin`), and is
-    back when it is due; with 0 none does. `online_chunks` "whole" prefills online prompts in
-    SGLang's chunks, with decodes between them where they are due; "slack" cuts them to what online
-    decodes have left.
+    online decodes are ahead when an online prefill stops them; a first token that would be late may
+    make them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few tokens
+    left ends before an online prefill makes it late for good. Where online requests hold or wait
+    for two thirds of `place_share` of the server's places (`--max-running-requests`), offline work
+    gets less beside them, and nothing from `place_share` on; with 0 places do not matter. Where all
+    are taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place
+    to an online request that comes too close to its own (`ttft_margin`), and is back when it is
+    due; with 0 none does. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with
+    decodes between them where they are due; "slack" cuts them to what online decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and
     all run otherwise. `batch_size` "adaptive" also limits how many requests a step decodes
-    (BROS). Offline prefill chunks below `min_chunk_tokens` wait for a better step.
+    (BROS). Offline prefill chunks below `min_chunk_tokens` wait for a better step, and those
+    whose tokens take longer than `1 + chunk_overhead` times what they would in the best chunk
+    wait while the room for them grows, see `policies/chunk_wait.py`; with 0 they do not.
     `candidates`: how many requests are weighed for each prefill. `gather` lets them wait while
     there is room for few, until so many start in one prefill step that it pays, see
     `policies/gathering.py`.
@@ -160,6 +161,7 @@ class StepsConfig:
     park: bool = _switch(True)
     batch_size: str = _choice("fixed", "fixed", "adaptive")
     min_chunk_tokens: int = _number(64, 1, 1_000_000)
+    chunk_overhead: float = _number(0.1, 0.0, 1000.0)
     candidates: int = _number(4, 1, 64)
     gather: bool = _switch(True)
 

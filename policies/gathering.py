@@ -117,6 +117,17 @@ class Gathering:
         )
 
     @property
+    def free_tokens(self) -> float:
+        """New tokens of who fits into the free places, as requests were lately.
+
+        Infinite where places are no bound, or nobody has started yet.
+        """
+        num_started, tokens, *_ = self._started
+        if not (self._is_full and num_started):
+            return math.inf
+        return self.num_places * tokens / num_started
+
+    @property
     def facts(self) -> dict[str, float]:
         """What decides, for people who ask why a request waits."""
         return {"num_places": self.num_places, "empty_steps": self._empty_steps}

@@ -12,16 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, Step
-from echo_sgl.config import EchoConfig, StepsConfig
+from echo_sgl.config import StepsConfig
 from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
-from echo_sgl.policies.batch_size import BatchSize, create_batch_size
+from echo_sgl.policies.batch_size import BatchSize
+from echo_sgl.policies.chunk_wait import ChunkWait
 from echo_sgl.policies.contexts import Contexts
-from echo_sgl.policies.decode_selection import (
-    RESUME_SHARE,
-    Decode,
-    DecodeSelection,
-    create_decode_selection,
-)
+from echo_sgl.policies.decode_selection import RESUME_SHARE, Decode, DecodeSelection
 from echo_sgl.policies.gathering import Gathering
 from echo_sgl.policies.places import Placed, Places
 from echo_sgl.policies.step_limit import (
@@ -30,10 +26,8 @@ from echo_sgl.policies.step_limit import (
     OnlinePart,
     OnlineView,
     StepLimit,
-    create_step_limit,
 )
 
-BASE_DECODES = 8
 NOTHING_ONLINE = OnlineView(
     now_s=0.0, decode_due_s=math.inf, first_due_s=math.inf, alone_s=0.0, is_present=False
 )
@@ -82,7 +76,8 @@ class StepPlanner:
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self.places = Places(config.ahead_tokens)
         self.gathering = Gathering()
-        self._online_decodes = BatchShape()
+        self.chunk_wait = ChunkWait(config.chunk_overhead, config.min_chunk_tokens, chunk_tokens)
+        self._online_decodes, self._num_waiting = BatchShape(), 0
         self._decode_limit = math.inf
         self._max_requests, self._chunk_tokens = max_requests, chunk_tokens
         # When the step that runs was planned, and what online work it holds.
@@ -115,7 +110,7 @@ class StepPlanner:
             alone_s = self.estimator.upper.predict_s(decodes) if len(decodes) else 0.0
             if waiting_tokens > 0:
                 chunk_s, prefill_s = self._prefill_times_s(waiting_tokens)
-        self._online_decodes = decodes
+        self._online_decodes, self._num_waiting = decodes, num_waiting
         if num_waiting:
             self.limit.note_waiting()
         self.view = OnlineView(
@@ -159,14 +154,21 @@ class StepPlanner:
         return math.isfinite(lot_s) and lot_s <= self.limit_s - self.view.alone_s
 
     def decodes_first(
-        self, *, online_prefill_waits: bool, last_was_prefill: bool, cached_tokens: int = 0
+        self,
+        *,
+        online_prefill_waits: bool,
+        last_was_prefill: bool,
+        cached_tokens: int = 0,
+        left_tokens: float | None = None,
     ) -> bool:
         """Whether a decode step goes before a step that only prefills.
 
         For SGLang's default, where a step prefills or decodes: online decodes wait for a
         prefill step, so it must fit between two of their tokens. `cached_tokens`: what the
-        request between two chunks has behind it, which the next chunk attends to.
+        request between two chunks has behind it, which the next chunk attends to; of its
+        prompt `left_tokens` are left.
         """
+        self.chunk_wait.awaited_s = 0.0
         if not len(self._online_decodes):
             return False
         if not self.is_limited or not self._is_known:
@@ -175,8 +177,15 @@ class StepPlanner:
             is_due = last_was_prefill and self._decodes_are_due(cached_tokens)
             return is_due or self.limit.lets_end(self.view)
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
-        return last_was_prefill or not self._smallest_chunk_fits(
-            self.limit_s - self.view.alone_s, cached_tokens
+        room_s = self.limit_s - self.view.alone_s
+        if last_was_prefill or not self._smallest_chunk_fits(room_s, cached_tokens):
+            return True
+        return self.limit.keeps_room and self.chunk_wait.waits(
+            room_s,
+            self.estimator.upper,
+            stall_s=self.limit.stall_s,
+            cached_tokens=cached_tokens,
+            left_tokens=self.gathering.free_tokens if left_tokens is None else left_tokens,
         )
 
     def _decodes_are_due(self, cached_tokens: int) -> bool:
@@ -217,7 +226,8 @@ class StepPlanner:
         """New tokens of an online prefill that may join `shape`: never 0.
 
         If the limit cuts it, as long as what online decodes have left, unless its own first
-        token is more urgent.
+        token is more urgent. Where others wait behind it, no shorter than is worth a step: a
+        queue that is served in short chunks only grows.
         """
         if not self.limit.cuts_online_chunks or not self._is_known:
             return max_tokens
@@ -235,8 +245,12 @@ class StepPlanner:
         is_late = self.view.first_due_s < self.view.decode_due_s
         if tokens == max_tokens or is_late:
             return max_tokens
-        smallest = min(max_tokens, self._config.min_chunk_tokens)
-        return max(tokens, _page_aligned(smallest, max_tokens, page_size))
+        smallest = self._config.min_chunk_tokens
+        if self._num_waiting > 1:
+            smallest = self.chunk_wait.tokens(
+                self.estimator.upper, self.limit.stall_s, cached_tokens
+            )
+        return max(tokens, _page_aligned(min(max_tokens, smallest), max_tokens, page_size))
 
     def room_s(self, shape: BatchShape) -> float:
         """What `shape` may take: online decodes that are not in it have to be made up for."""
@@ -361,36 +375,6 @@ class StepPlanner:
     @property
     def _is_known(self) -> bool:
         return self.estimator.is_ready
-
-
-def create_step_planner(
-    config: EchoConfig,
-    estimator: StepEstimator,
-    *,
-    max_requests: int,
-    chunk_tokens: int,
-    captured_batch_sizes: Iterable[int],
-) -> StepPlanner:
-    """The planner of a server, or of a simulated one, with the policies that its config names.
-
-    `max_requests`: what SGLang runs at once; `chunk_tokens`: what it prefills in one step.
-    `captured_batch_sizes`: of CUDA graphs for decodes; none where decodes run without.
-    """
-    steps = config.steps
-    return StepPlanner(
-        steps,
-        create_step_limit(steps, config.slo),
-        estimator,
-        selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
-        batch_size=create_batch_size(
-            steps.batch_size,
-            base=min(BASE_DECODES, max_requests),
-            maximum=max_requests,
-            captured_batch_sizes=captured_batch_sizes,
-        ),
-        max_requests=max_requests,
-        chunk_tokens=chunk_tokens,
-    )
 
 
 def _page_aligned(tokens: int, max_tokens: int, page_size: int) -> int:

@@ -107,7 +107,11 @@ def _limit(facts: Facts) -> str:
         )
         return f"{text}. It has sat out for {_seconds(facts['parked_for_s'])}."
     chunk_s = _seconds(facts["smallest_chunk_s"])
-    return f"{text}; the smallest chunk of it is predicted to take {chunk_s}."
+    text += f"; the smallest chunk of it is predicted to take {chunk_s}"
+    if "worth_chunk_s" not in facts:
+        return f"{text}."
+    worth_s = _seconds(facts["worth_chunk_s"])
+    return f"{text}, one that is worth a step {worth_s}: it waits while the room for it grows."
 
 
 def _memory(facts: Facts) -> str:

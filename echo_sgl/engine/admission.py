@@ -245,7 +245,7 @@ class EchoPrefillAdder(PrefillAdder):
         whole_or_nothing = self.rem_chunk_tokens is None and allowed < need
         if not allowed or (whole_or_nothing and planner.view.is_present):
             self.control.refuse_for_time(
-                req.rid, self.shape, max_tokens=most, cached_tokens=_cached_tokens(req)
+                req.rid, self.shape, max_tokens=most, cached=_cached_tokens(req)
             )
             return AddReqResult.OTHER
         before = self.rem_input_tokens

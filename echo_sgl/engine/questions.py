@@ -15,7 +15,8 @@ from echo_sgl.batch_shape import BatchRow
 from echo_sgl.engine.explain import explain
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.step_log import COLUMNS
-from echo_sgl.policies.step_limit import BudgetLimit, StepLimit
+from echo_sgl.policies.step_limit import StepLimit
+from echo_sgl.policies.step_limits import BudgetLimit
 
 if TYPE_CHECKING:
     from echo_sgl.engine.scheduler import EchoScheduler

@@ -32,8 +32,8 @@ from echo_sgl.estimators.lessons import Lessons
 from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import Decode
+from echo_sgl.policies.planners import create_step_planner
 from echo_sgl.policies.preemption import Holder, preemption_order
-from echo_sgl.policies.step_planner import create_step_planner
 from echo_sgl.types import Task
 
 WAIT_WINDOW_S = 60.0
@@ -147,6 +147,7 @@ class StepControl:
             online_prefill_waits=online_prefill_waits,
             last_was_prefill=last_was_prefill,
             cached_tokens=chunked.extend_end if chunked is not None else 0,
+            left_tokens=chunked.seqlen - chunked.extend_end if chunked is not None else None,
         )
         if is_deferred and planner.is_limited and self.estimator.is_ready:
             self.refuse_for_time(None, BatchShape())
@@ -157,18 +158,11 @@ class StepControl:
         self.refusal = Refusal(reason, rid, facts)
 
     def refuse_for_time(
-        self,
-        rid: str | None,
-        shape: BatchShape,
-        *,
-        max_tokens: float = math.inf,
-        cached_tokens: int = 0,
+        self, rid: str | None, shape: BatchShape, *, max_tokens: float = math.inf, cached: int = 0
     ) -> None:
-        """Note that not even its smallest chunk fits into the step as it stands."""
+        """Note that not even its smallest chunk fits into the step, or not one that is worth it."""
         planner = self.planner
-        chunk_s = planner.smallest_chunk_s(
-            shape, max_tokens=max_tokens, cached_tokens=cached_tokens
-        )
+        chunk_s = planner.smallest_chunk_s(shape, max_tokens=max_tokens, cached_tokens=cached)
         self.refuse(
             Reason.LIMIT,
             rid,
@@ -177,6 +171,7 @@ class StepControl:
             places_taken=planner.view.places_taken,
             room_s=planner.room_s(shape),
             smallest_chunk_s=chunk_s,
+            **planner.chunk_wait.facts,
         )
 
     def select_decodes(self, batch: ScheduleBatch) -> None:

@@ -16,9 +16,9 @@ from echo_sgl.estimators.kv_demand import create_kv_demand
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.offer_size import OfferSize
+from echo_sgl.policies.planners import create_step_planner
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
-from echo_sgl.policies.step_planner import create_step_planner
 from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.estimator_feed import EstimatorFeed
@@ -191,13 +191,15 @@ class SimScheduler:
     def defers_prefill(self) -> bool:
         if self.config.enable_mixed_chunk:
             return False
-        is_idle = not self.waiting and self.chunked is None
+        chunked = self.chunked
+        is_idle = not self.waiting and chunked is None
         if is_idle and self.planner.gathers(len(self.offline), len(self.pool)):
             return True
         return self.planner.decodes_first(
             online_prefill_waits=self.online_prefill_waits(),
             last_was_prefill=self.last_was_prefill,
-            cached_tokens=self.chunked.computed_tokens if self.chunked else 0,
+            cached_tokens=chunked.computed_tokens if chunked else 0,
+            left_tokens=chunked.seq_tokens - chunked.computed_tokens if chunked else None,
         )
 
     def select_decodes(self) -> None:

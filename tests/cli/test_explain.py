@@ -96,6 +96,11 @@ def test_progress_and_terms_of_a_request_that_runs() -> None:
     assert "It was promised its first token within 1.0 s and each token after it" in decoding
 
 
+def test_who_waits_for_a_longer_chunk_is_told_which() -> None:
+    told = said(held_back={**LIMIT, "worth_chunk_s": 0.0182})
+    assert "predicted to take 14.1 ms, one that is worth a step 18.2 ms: it waits while" in told
+
+
 def test_a_prediction_that_does_not_exist_yet_is_called_unknown() -> None:
     facts = {**LIMIT, "smallest_chunk_s": None, "slack_s": None}
     assert "predicted to take an unknown time" in said(held_back=facts)

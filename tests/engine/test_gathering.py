@@ -1,4 +1,4 @@
-"""A job of short prompts and answers on a real server: its requests start in lots."""
+"""Prefill steps of a job on a real server: starts in lots, chunks that are worth a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from eval.server import LOCAL
-from tests.engine.traffic import FLEX, completion, is_idle, send_all, wait_until
+from tests.engine.traffic import FLEX, completion, is_idle, post, send_all, until, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -60,3 +60,35 @@ def test_requests_of_a_job_start_in_lots(echo_server):
     # At once it would be 1.3: whenever one has ended, one starts.
     assert sum(later) / len(later) > 2
     assert "gather" in reasons
+
+
+def held_back(server, rid: str) -> dict[str, Any]:
+    answer = LOCAL.get(f"{server.url}/echo/requests/{rid}", timeout=60)
+    return (answer.json().get("held_back") or {}) if answer.status_code == 200 else {}
+
+
+async def waits_for_a_longer_chunk(server, name: str) -> dict[str, Any]:
+    """What holds an offline request back, when it awaits a chunk beside an online decode."""
+    prompt = " ".join(f"{name}{number}" for number in range(120))
+    told: dict[str, Any] = {}
+    long = asyncio.create_task(send_all(server, [completion("long", 3000, rid=f"long-{name}")]))
+    await until(lambda: held_back(server, f"long-{name}") == {}, "it decodes")
+    offline = asyncio.create_task(send_all(server, [completion(prompt, 2, rid=name, **FLEX)]))
+    while not offline.done() and "worth_chunk_s" not in told:
+        told = await asyncio.to_thread(held_back, server, name)
+    [answer] = await offline
+    assert answer.status_code == 200
+    await asyncio.to_thread(post, server, "/abort_request", {"abort_all": True})
+    await long
+    return told
+
+
+def test_a_prefill_waits_beside_online_decodes_for_a_chunk_that_is_worth_a_step(echo_server):
+    wait_until(lambda: is_idle(echo_server), "the server is idle")
+    told: dict[str, Any] = {}
+    number = 0
+    while "worth_chunk_s" not in told:  # it may wait between two looks
+        told = asyncio.run(waits_for_a_longer_chunk(echo_server, f"chunk-{number}-"))
+        number += 1
+    assert told["reason"] == "limit"
+    assert told["worth_chunk_s"] > told["room_s"] >= told["smallest_chunk_s"]

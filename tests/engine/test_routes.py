@@ -20,7 +20,8 @@ from echo_sgl.engine.questions import (
 )
 from echo_sgl.engine.routes import _router
 from echo_sgl.policies.online_attainment import BudgetController
-from echo_sgl.policies.step_limit import BudgetLimit, NoLimit, OnlineView
+from echo_sgl.policies.step_limit import NoLimit, OnlineView
+from echo_sgl.policies.step_limits import BudgetLimit
 
 ROUTES = [
     ("GET", "/echo/steps"),

@@ -8,12 +8,19 @@ from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import SloConfig, StepsConfig
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.decode_selection import create_decode_selection
-from echo_sgl.policies.step_limit import Ending, create_step_limit
+from echo_sgl.policies.step_limit import Ending
+from echo_sgl.policies.step_limits import create_step_limit
 from echo_sgl.policies.step_planner import StepPlanner
 
 NOW_S = 64.0
 CHUNK_TOKENS = 512
-ALL_SLACK = {"slack_share": 1.0, "lag_tokens": 0.0, "place_share": 0.0, "ahead_tokens": 0.0}
+ALL_SLACK = {
+    "slack_share": 1.0,
+    "lag_tokens": 0.0,
+    "place_share": 0.0,
+    "ahead_tokens": 0.0,
+    "chunk_overhead": 0.0,
+}
 
 
 class Clockwork:
@@ -60,17 +67,18 @@ def begin(
     waiting=0,
     waiting_tokens=0,
     endings=(),
+    now_s=NOW_S,
 ):
     shape = BatchShape()
     for _ in range(decodes):
         shape.add_decode(100)
     plan.begin(
-        NOW_S,
+        now_s,
         shape,
-        decode_due_s=NOW_S + due_in_s,
-        first_due_s=NOW_S + first_due_in_s,
+        decode_due_s=now_s + due_in_s,
+        first_due_s=now_s + first_due_in_s,
         num_waiting=waiting,
         waiting_tokens=waiting_tokens,
-        endings=tuple(Ending(NOW_S + in_s, num_left) for in_s, num_left in endings),
+        endings=tuple(Ending(now_s + in_s, num_left) for in_s, num_left in endings),
     )
     return plan

@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import SloConfig, StepsConfig, parse_config
-from echo_sgl.policies.step_limit import (
-    MAX_CREDIT_STALLS,
-    OnlinePart,
-    OnlineView,
-    Promise,
-    RelativeLimit,
-    SlackLimit,
-    create_step_limit,
-)
+from echo_sgl.policies.slack_limit import SlackLimit
+from echo_sgl.policies.step_limit import OnlinePart, OnlineView, Promise
+from echo_sgl.policies.step_limits import MAX_CREDIT_STALLS, RelativeLimit, create_step_limit
 
 # All of the slack of online decodes is used.
 ALL = {"slack_share": 1.0, "lag_tokens": 0.0, "place_share": 0.0, "ahead_tokens": 0.0}

@@ -12,7 +12,7 @@ from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import parse_config
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import Decode
-from echo_sgl.policies.step_planner import create_step_planner
+from echo_sgl.policies.planners import create_step_planner
 from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
 
 

@@ -1,0 +1,43 @@
+"""The planner that a config describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from echo_sgl.config import EchoConfig
+from echo_sgl.policies.batch_size import create_batch_size
+from echo_sgl.policies.decode_selection import create_decode_selection
+from echo_sgl.policies.step_limits import create_step_limit
+from echo_sgl.policies.step_planner import StepEstimator, StepPlanner
+
+BASE_DECODES = 8
+
+
+def create_step_planner(
+    config: EchoConfig,
+    estimator: StepEstimator,
+    *,
+    max_requests: int,
+    chunk_tokens: int,
+    captured_batch_sizes: Iterable[int],
+) -> StepPlanner:
+    """The planner of a server, or of a simulated one, with the policies that its config names.
+
+    `max_requests`: what SGLang runs at once; `chunk_tokens`: what it prefills in one step.
+    `captured_batch_sizes`: of CUDA graphs for decodes; none where decodes run without.
+    """
+    steps = config.steps
+    return StepPlanner(
+        steps,
+        create_step_limit(steps, config.slo),
+        estimator,
+        selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
+        batch_size=create_batch_size(
+            steps.batch_size,
+            base=min(BASE_DECODES, max_requests),
+            maximum=max_requests,
+            captured_batch_sizes=captured_batch_sizes,
+        ),
+        max_requests=max_requests,
+        chunk_tokens=chunk_tokens,
+    )

@@ -1,0 +1,142 @@
+"""Which offline prefills wait for more room, and for how long."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_sgl.batch_shape import BatchShape
+from echo_sgl.policies.chunk_wait import CACHED_TOKENS, GROWTH, USES, ChunkWait
+from tests.policies.plans import Clockwork, begin, planner
+
+STALL_S = 10.0
+
+
+class Device(Clockwork):
+    """A fixed part for each step that prefills, and 1 ms for each of its tokens."""
+
+    def __init__(self, fixed_s: float) -> None:
+        self.fixed_s = fixed_s
+
+    def predict_s(self, step):
+        return super().predict_s(step) + self.fixed_s * (step.num_prefills > 0)
+
+
+def prefill_s(device: Device, num_tokens: int) -> float:
+    shape = BatchShape()
+    shape.add_prefill(num_tokens)
+    return device.predict_s(shape)
+
+
+def wait_for(overhead: float = 0.1, longest_tokens: int = 4096) -> ChunkWait:
+    return ChunkWait(overhead, 64, longest_tokens)
+
+
+def waits(wait: ChunkWait, room_s: float, device: Device, *, left_tokens=math.inf, stall_s=STALL_S):
+    return wait.waits(room_s, device, stall_s=stall_s, cached_tokens=0, left_tokens=left_tokens)
+
+
+def test_where_a_step_has_no_fixed_cost_the_shortest_chunk_is_worth_one():
+    assert wait_for().tokens(Device(0.0), STALL_S, 0) == 64
+    assert not waits(wait_for(), 0.064, Device(0.0))
+
+
+@given(st.floats(0.001, 1.0), st.floats(0.01, 2.0), st.integers(64, 8192))
+def test_a_token_of_a_chunk_that_is_worth_it_takes_little_more_than_in_the_best(
+    fixed_s, overhead, longest_tokens
+):
+    device = Device(fixed_s)
+    tokens = wait_for(overhead, longest_tokens).tokens(device, STALL_S, 0)
+    lengths = [64]
+    while (longer := math.ceil(lengths[-1] * GROWTH)) <= longest_tokens:
+        lengths.append(longer)
+    allowed = [one for one in lengths if one == 64 or prefill_s(device, one) <= STALL_S]
+    best_s = min(prefill_s(device, one) / one for one in allowed)
+    assert prefill_s(device, tokens) / tokens <= (1 + overhead) * best_s
+    shorter = [one for one in allowed if one < tokens]
+    assert all(prefill_s(device, one) / one > (1 + overhead) * best_s for one in shorter)
+
+
+def test_nobody_waits_for_a_chunk_that_a_stall_forbids():
+    """Of the chunks that may run, the longest pays a step best, however much that is."""
+    device = Device(0.2)
+    tokens = wait_for().tokens(device, 0.4, 0)
+    assert prefill_s(device, tokens) <= 0.4 < prefill_s(device, math.ceil(tokens * GROWTH))
+
+
+def test_a_prefill_waits_while_the_room_grows_and_no_longer():
+    device, wait = Device(0.1), wait_for()
+    enough_s = prefill_s(device, wait.tokens(device, STALL_S, 0))
+    assert waits(wait, 0.3, device) and waits(wait, 0.4, device)
+    assert wait.awaited_s == pytest.approx(enough_s)
+    assert not waits(wait, 0.4, device), "it did not grow"
+    assert waits(wait, 0.2, device), "that one has run; the next waits for its own"
+    assert not waits(wait, enough_s, device)
+
+
+def test_what_is_left_of_a_prompt_needs_no_room_for_more():
+    device = Device(0.1)
+    assert waits(wait_for(), 0.2, device)
+    assert not waits(wait_for(), 0.2, device, left_tokens=100)
+
+
+def test_an_overhead_of_nothing_switches_it_off():
+    assert not waits(wait_for(overhead=0.0), 0.165, Device(0.1))
+
+
+def test_what_is_worth_a_step_is_looked_for_again_as_the_estimator_learns():
+    device, wait = Device(0.0), wait_for()
+    assert wait.tokens(device, STALL_S, 0) == 64
+    device.fixed_s = 0.1
+    lengths = [wait.tokens(device, STALL_S, 0) for _ in range(USES)]
+    assert lengths[0] == lengths[-2] == 64 < lengths[-1]
+
+
+def test_prefixes_of_all_lengths_leave_little_behind():
+    wait = wait_for()
+    for number in range(10 * USES):
+        wait.tokens(Device(0.1), STALL_S, number * CACHED_TOKENS)
+    assert len(wait._worth) <= USES + 1
+
+
+def test_decodes_go_on_while_the_room_for_a_prefill_grows():
+    """Two decodes take 20 ms; a prefill 100 and one for each token."""
+    plan = planner(Device(0.1), min_chunk_tokens=64, chunk_overhead=0.1)
+    turn = {"online_prefill_waits": False, "last_was_prefill": False}
+    begin(plan, decodes=2, due_in_s=0.3)
+    assert plan.decodes_first(**turn) and plan.chunk_wait.awaited_s > 0.28
+    begin(plan, decodes=2, due_in_s=0.38)
+    assert plan.decodes_first(**turn)
+    begin(plan, decodes=2, due_in_s=0.38)
+    assert not plan.decodes_first(**turn)
+    begin(plan, decodes=2, due_in_s=0.3)
+    assert not plan.decodes_first(**turn, left_tokens=100)
+
+
+def test_who_waits_for_another_reason_awaits_no_chunk():
+    plan = planner(Device(0.1), min_chunk_tokens=64, chunk_overhead=0.1)
+    begin(plan, decodes=2, due_in_s=0.3)
+    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
+    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
+    assert plan.chunk_wait.awaited_s == 0.0
+
+
+def test_room_that_is_not_kept_is_not_waited_for():
+    plan = planner(Device(0.1), limit="budget", budget_s=0.3, chunk_overhead=0.1)
+    begin(plan, decodes=2, due_in_s=0.3)
+    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
+
+
+@pytest.mark.parametrize("limits", [{"limit": "budget", "budget_s": 0.18}, {}])
+def test_where_others_queue_no_online_chunk_is_shorter_than_is_worth_a_step(limits):
+    """The limit leaves 80 ms beside the fixed part of the step."""
+    plan = planner(Device(0.1), online_chunks="slack", chunk_overhead=0.1, **limits)
+    chunk = {"cached_tokens": 0, "max_tokens": 512, "page_size": 1}
+    begin(plan, decodes=2, due_in_s=0.2, first_due_in_s=5.0, waiting=1)
+    assert plan.online_chunk_tokens(BatchShape(), **chunk) == 80
+    begin(plan, decodes=2, due_in_s=0.2, first_due_in_s=5.0, waiting=2)
+    worth = plan.chunk_wait.tokens(plan.estimator.upper, plan.limit.stall_s, 0)
+    assert plan.online_chunk_tokens(BatchShape(), **chunk) == worth > 80
