@@ -137,7 +137,8 @@ class StepsConfig:
     all run otherwise. `batch_size` "adaptive" also limits how many requests a step decodes
     (BROS). Offline prefill chunks below `min_chunk_tokens` wait for a better step, and those
     whose tokens take longer than `1 + chunk_overhead` times what they would in the best chunk
-    wait while the room for them grows, see `policies/chunk_wait.py`; with 0 they do not.
+    wait while the room for them grows, see `policies/chunk_wait.py`; with 0 they do not. Nor does
+    a limit cut online chunks shorter than that where online requests queue.
     `candidates`: how many requests are weighed for each prefill. `gather` lets them wait while
     there is room for few, until so many start in one prefill step that it pays, see
     `policies/gathering.py`.

@@ -13,6 +13,10 @@ GROWTH = 1.25
 USES = 256
 # Cached tokens that count as one length.
 CACHED_TOKENS = 512
+# A wait takes no more steps than this, and the room grows fast enough for that.
+MOST_STEPS = 48
+# What it costs a wait that an online prefill came between: after a few, it ends.
+STEPS_PER_INTERRUPTION = 16
 
 
 class ChunkWait:
@@ -24,19 +28,22 @@ class ChunkWait:
     little later there is room for more. A chunk is worth its step when a token of it takes at
     most `1 + overhead` times what one takes in the best chunk that no stall forbids.
 
-    Nothing waits whose room did not grow since it was asked for last: then decodes use up what
-    there is, and waiting brings nothing.
+    Nothing waits for room that does not grow from step to step by its part of what is missing:
+    then decodes use up what there is, and waiting brings little. Nor after `MOST_STEPS`, each
+    online prefill in between counting as several: who comes often leaves no room to grow.
 
     Source: ours; the numbers were found in simulation. Units: tokens, seconds. Deterministic:
     every rank asks the same.
     """
 
-    def __init__(self, overhead: float, shortest_tokens: int, longest_tokens: int) -> None:
+    def __init__(self, overhead: float, shortest_tokens: int, longest_tokens: float) -> None:
         self._overhead = overhead
         self._shortest, self._longest = shortest_tokens, longest_tokens
         self.awaited_s = 0.0
         """What the chunk takes that is waited for, 0 when none is."""
-        self._last_room_s = 0.0
+        self._num_steps = 0
+        # The room to be had at least, in the next step of this wait, to wait on.
+        self._next_room_s = -math.inf
         # By cached tokens: the length, and how often it may be used yet.
         self._worth: dict[int, tuple[int, int]] = {}
 
@@ -51,20 +58,26 @@ class ChunkWait:
     ) -> bool:
         """Whether a prefill that has `room_s` waits; no chunk of it may take above `stall_s`.
 
-        `left_tokens`: what there is to prefill, if that is known; it needs no room for more.
+        `left_tokens`: what there is to prefill; it needs no room for more.
         """
-        if not self._overhead:
+        if left_tokens < 1 or not self._overhead:
             return False
-        worth_tokens = self.tokens(predictor, stall_s, cached_tokens)
-        tokens = max(1, int(min(left_tokens, worth_tokens)))
-        is_growing, self._last_room_s = room_s > self._last_room_s, room_s
-        if is_growing:
-            worth_s = _prefill_s(predictor, tokens, cached_tokens)
+        if self._num_steps < MOST_STEPS and room_s >= self._next_room_s:
+            tokens = min(left_tokens, self.tokens(predictor, stall_s, cached_tokens))
+            worth_s = _prefill_s(predictor, int(tokens), cached_tokens)
             if worth_s > room_s:
+                self._num_steps += 1
+                self._next_room_s = room_s + (worth_s - room_s) / MOST_STEPS
                 self.awaited_s = worth_s
                 return True
-        self._last_room_s = 0.0
+        self._num_steps, self._next_room_s = 0, -math.inf
         return False
+
+    def interrupt(self) -> None:
+        """An online prefill takes its turn: what it leaves of the room says nothing of growth."""
+        if self._num_steps:
+            self._num_steps += STEPS_PER_INTERRUPTION
+            self._next_room_s = -math.inf
 
     @property
     def facts(self) -> dict[str, float]:
@@ -73,6 +86,8 @@ class ChunkWait:
 
     def tokens(self, predictor: StepPredictor, stall_s: float, cached_tokens: int) -> int:
         """The length of the shortest chunk that is worth a step, behind so many cached tokens."""
+        if not self._overhead:
+            return self._shortest
         key = cached_tokens // CACHED_TOKENS
         tokens, num_uses = self._worth.get(key, (0, 0))
         if not num_uses:

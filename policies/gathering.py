@@ -40,12 +40,12 @@ class Gathering:
         self._is_full = False
         self._num_steps = self._empty_steps = 0
         self._places_before = self._steps_before = 0.0
-        # Starts, and of their prefills: new tokens, cached tokens, area.
+        # Starts, and of their prefills, whole: new tokens, cached tokens, area.
         self._started: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self._asked: tuple[BatchRow | None, float] = (None, 0.0)
 
     def note_pass(self, started: BatchShape, *, is_full: bool) -> None:
-        """A pass offered requests, and started some: their prefills.
+        """A pass offered requests, and started some: their prefills, to the last chunk.
 
         `is_full`: it ended because no place or no memory was left.
         """
@@ -116,16 +116,16 @@ class Gathering:
             size, int(share * tokens), int(share * cached_tokens), int(share * area), 0, 0, 0
         )
 
-    @property
-    def free_tokens(self) -> float:
-        """New tokens of who fits into the free places, as requests were lately.
+    def free_tokens(self, num_waiting: int) -> float:
+        """New tokens of those of `num_waiting` that find a place, as requests were lately.
 
-        Infinite where places are no bound, or nobody has started yet.
+        Infinite before anybody has started.
         """
         num_started, tokens, *_ = self._started
-        if not (self._is_full and num_started):
-            return math.inf
-        return self.num_places * tokens / num_started
+        num_free = min(self.num_places, num_waiting) if self._is_full else num_waiting
+        if not num_free:
+            return 0.0
+        return num_free * tokens / num_started if num_started else math.inf
 
     @property
     def facts(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from echo_sgl.config import EchoConfig
 from echo_sgl.policies.batch_size import create_batch_size
+from echo_sgl.policies.chunk_wait import ChunkWait
 from echo_sgl.policies.decode_selection import create_decode_selection
 from echo_sgl.policies.step_limits import create_step_limit
 from echo_sgl.policies.step_planner import StepEstimator, StepPlanner
@@ -27,6 +28,7 @@ def create_step_planner(
     `captured_batch_sizes`: of CUDA graphs for decodes; none where decodes run without.
     """
     steps = config.steps
+    offline_tokens = min(chunk_tokens, config.offline.max_prefill_tokens_per_step or chunk_tokens)
     return StepPlanner(
         steps,
         create_step_limit(steps, config.slo),
@@ -38,6 +40,7 @@ def create_step_planner(
             maximum=max_requests,
             captured_batch_sizes=captured_batch_sizes,
         ),
+        chunk_wait=ChunkWait(steps.chunk_overhead, steps.min_chunk_tokens, offline_tokens),
         max_requests=max_requests,
         chunk_tokens=chunk_tokens,
     )

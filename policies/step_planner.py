@@ -64,6 +64,7 @@ class StepPlanner:
         *,
         selection: DecodeSelection,
         batch_size: BatchSize,
+        chunk_wait: ChunkWait,
         max_requests: int,
         chunk_tokens: int,
     ) -> None:
@@ -76,7 +77,7 @@ class StepPlanner:
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self.places = Places(config.ahead_tokens)
         self.gathering = Gathering()
-        self.chunk_wait = ChunkWait(config.chunk_overhead, config.min_chunk_tokens, chunk_tokens)
+        self.chunk_wait = chunk_wait
         self._online_decodes, self._num_waiting = BatchShape(), 0
         self._decode_limit = math.inf
         self._max_requests, self._chunk_tokens = max_requests, chunk_tokens
@@ -159,14 +160,14 @@ class StepPlanner:
         online_prefill_waits: bool,
         last_was_prefill: bool,
         cached_tokens: int = 0,
-        left_tokens: float | None = None,
+        left_tokens: float = 0.0,
     ) -> bool:
         """Whether a decode step goes before a step that only prefills.
 
         For SGLang's default, where a step prefills or decodes: online decodes wait for a
         prefill step, so it must fit between two of their tokens. `cached_tokens`: what the
-        request between two chunks has behind it, which the next chunk attends to; of its
-        prompt `left_tokens` are left.
+        request between two chunks has behind it, which the next chunk attends to. `left_tokens`:
+        what offline requests have to prefill that could; 0 where nobody may wait for more room.
         """
         self.chunk_wait.awaited_s = 0.0
         if not len(self._online_decodes):
@@ -174,6 +175,7 @@ class StepPlanner:
         if not self.is_limited or not self._is_known:
             return last_was_prefill and not online_prefill_waits
         if online_prefill_waits:
+            self.chunk_wait.interrupt()
             is_due = last_was_prefill and self._decodes_are_due(cached_tokens)
             return is_due or self.limit.lets_end(self.view)
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
@@ -185,7 +187,7 @@ class StepPlanner:
             self.estimator.upper,
             stall_s=self.limit.stall_s,
             cached_tokens=cached_tokens,
-            left_tokens=self.gathering.free_tokens if left_tokens is None else left_tokens,
+            left_tokens=left_tokens,
         )
 
     def _decodes_are_due(self, cached_tokens: int) -> bool:
@@ -226,8 +228,8 @@ class StepPlanner:
         """New tokens of an online prefill that may join `shape`: never 0.
 
         If the limit cuts it, as long as what online decodes have left, unless its own first
-        token is more urgent. Where others wait behind it, no shorter than is worth a step: a
-        queue that is served in short chunks only grows.
+        token is more urgent. Where online requests queue, a step that only prefills has as much
+        as is worth it: a queue that is served in short chunks only grows.
         """
         if not self.limit.cuts_online_chunks or not self._is_known:
             return max_tokens
@@ -246,10 +248,9 @@ class StepPlanner:
         if tokens == max_tokens or is_late:
             return max_tokens
         smallest = self._config.min_chunk_tokens
-        if self._num_waiting > 1:
-            smallest = self.chunk_wait.tokens(
-                self.estimator.upper, self.limit.stall_s, cached_tokens
-            )
+        if self._num_waiting > 1 and not shape.num_decodes:
+            worth = self.chunk_wait.tokens(self.estimator.upper, self.limit.stall_s, cached_tokens)
+            smallest = max(smallest, worth - shape.prefill_tokens)
         return max(tokens, _page_aligned(min(max_tokens, smallest), max_tokens, page_size))
 
     def room_s(self, shape: BatchShape) -> float:

@@ -80,7 +80,7 @@ class Offers(PoolIntake):
         is_full = found_no_room and self.chunked_req is None and len(self.offline_pool) > 0
         prefills = BatchShape()
         for req in started:
-            prefills.add_prefill(req.extend_len, req.prefix_len)
+            prefills.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
         self._gathering.note_pass(prefills, is_full=is_full)
 
     @property

@@ -143,11 +143,14 @@ class StepControl:
         if gathers and limits.is_within:  # else a pass sheds
             self.refusal = GATHERING
             return True
+        left_tokens = planner.gathering.free_tokens(num_pooled)
+        if chunked is not None:
+            left_tokens = chunked.seqlen - chunked.extend_end
         is_deferred = planner.decodes_first(
             online_prefill_waits=online_prefill_waits,
             last_was_prefill=last_was_prefill,
             cached_tokens=chunked.extend_end if chunked is not None else 0,
-            left_tokens=chunked.seqlen - chunked.extend_end if chunked is not None else None,
+            left_tokens=left_tokens if limits.is_within else 0.0,
         )
         if is_deferred and planner.is_limited and self.estimator.is_ready:
             self.refuse_for_time(None, BatchShape())

@@ -66,8 +66,8 @@ class PrefillPass:
 
     def _note_pass(self, num_started: int) -> None:
         started = BatchShape()
-        for _, new, cached in self._prefills[len(self._prefills) - num_started :]:
-            started.add_prefill(new, cached)
+        for request, _, cached in self._prefills[len(self._prefills) - num_started :]:
+            started.add_prefill(request.seq_tokens - cached, cached)
         scheduler = self._scheduler
         is_full = self._is_full and scheduler.chunked is None and len(scheduler.pool) > 0
         self._planner.gathering.note_pass(started, is_full=is_full)

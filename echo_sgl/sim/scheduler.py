@@ -199,7 +199,9 @@ class SimScheduler:
             online_prefill_waits=self.online_prefill_waits(),
             last_was_prefill=self.last_was_prefill,
             cached_tokens=chunked.computed_tokens if chunked else 0,
-            left_tokens=chunked.seq_tokens - chunked.computed_tokens if chunked else None,
+            left_tokens=chunked.seq_tokens - chunked.computed_tokens
+            if chunked
+            else self.planner.gathering.free_tokens(len(self.pool)),
         )
 
     def select_decodes(self) -> None:

@@ -14,7 +14,8 @@ from tests.engine.traffic import FLEX, completion, is_idle, post, send_all, unti
 
 pytestmark = pytest.mark.server
 
-NUM_REQUESTS = 120
+NUM_REQUESTS, MOST_TRIES = 120, 20
+NUM_WORDS = 600  # several chunks: each is waited for
 ONE = "def one(self): return self.value and self.index or not self.value"
 
 
@@ -62,20 +63,23 @@ def test_requests_of_a_job_start_in_lots(echo_server):
     assert "gather" in reasons
 
 
-def held_back(server, rid: str) -> dict[str, Any]:
+def explained(server, rid: str) -> dict[str, Any]:
     answer = LOCAL.get(f"{server.url}/echo/requests/{rid}", timeout=60)
-    return (answer.json().get("held_back") or {}) if answer.status_code == 200 else {}
+    document: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
+    return document
 
 
 async def waits_for_a_longer_chunk(server, name: str) -> dict[str, Any]:
     """What holds an offline request back, when it awaits a chunk beside an online decode."""
-    prompt = " ".join(f"{name}{number}" for number in range(120))
+    prompt = " ".join(f"{name}{number}" for number in range(NUM_WORDS))
     told: dict[str, Any] = {}
     long = asyncio.create_task(send_all(server, [completion("long", 3000, rid=f"long-{name}")]))
-    await until(lambda: held_back(server, f"long-{name}") == {}, "it decodes")
+    await until(
+        lambda: explained(server, f"long-{name}").get("state") == "decoding", "the long one decodes"
+    )
     offline = asyncio.create_task(send_all(server, [completion(prompt, 2, rid=name, **FLEX)]))
     while not offline.done() and "worth_chunk_s" not in told:
-        told = await asyncio.to_thread(held_back, server, name)
+        told = (await asyncio.to_thread(explained, server, name)).get("held_back") or {}
     [answer] = await offline
     assert answer.status_code == 200
     await asyncio.to_thread(post, server, "/abort_request", {"abort_all": True})
@@ -86,9 +90,9 @@ async def waits_for_a_longer_chunk(server, name: str) -> dict[str, Any]:
 def test_a_prefill_waits_beside_online_decodes_for_a_chunk_that_is_worth_a_step(echo_server):
     wait_until(lambda: is_idle(echo_server), "the server is idle")
     told: dict[str, Any] = {}
-    number = 0
-    while "worth_chunk_s" not in told:  # it may wait between two looks
+    for number in range(MOST_TRIES):  # it may wait between two looks
         told = asyncio.run(waits_for_a_longer_chunk(echo_server, f"chunk-{number}-"))
-        number += 1
+        if "worth_chunk_s" in told:
+            break
     assert told["reason"] == "limit"
     assert told["worth_chunk_s"] > told["room_s"] >= told["smallest_chunk_s"]

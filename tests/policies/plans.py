@@ -7,6 +7,7 @@ import math
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import SloConfig, StepsConfig
 from echo_sgl.policies.batch_size import create_batch_size
+from echo_sgl.policies.chunk_wait import ChunkWait
 from echo_sgl.policies.decode_selection import create_decode_selection
 from echo_sgl.policies.step_limit import Ending
 from echo_sgl.policies.step_limits import create_step_limit
@@ -53,6 +54,7 @@ def planner(
         estimator or Clockwork(),
         selection=create_decode_selection(selection, seed=0),
         batch_size=create_batch_size("fixed", base=8, maximum=max_decodes),
+        chunk_wait=ChunkWait(config.chunk_overhead, config.min_chunk_tokens, CHUNK_TOKENS),
         max_requests=max_decodes,
         chunk_tokens=CHUNK_TOKENS,
     )

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.policies.chunk_wait import CACHED_TOKENS, GROWTH, USES, ChunkWait
+from echo_sgl.policies.chunk_wait import (
+    CACHED_TOKENS,
+    GROWTH,
+    MOST_STEPS,
+    STEPS_PER_INTERRUPTION,
+    USES,
+    ChunkWait,
+)
 from tests.policies.plans import Clockwork, begin, planner
 
 STALL_S = 10.0
@@ -77,14 +84,45 @@ def test_a_prefill_waits_while_the_room_grows_and_no_longer():
     assert not waits(wait, enough_s, device)
 
 
+def test_room_that_grows_too_slowly_is_not_waited_for():
+    """Offline decodes that use nearly all there is let it grow by less and less."""
+    device, wait = Device(0.1), wait_for()
+    missing_s = prefill_s(device, wait.tokens(device, STALL_S, 0)) - 0.3
+    assert waits(wait, 0.3, device)
+    assert waits(wait, 0.3 + 1.1 * missing_s / MOST_STEPS, device)
+    assert not waits(wait, 0.3 + 1.5 * missing_s / MOST_STEPS, device)
+
+
+def test_no_wait_is_without_an_end():
+    device, wait = Device(0.1), wait_for()
+    num_steps = 0
+    while waits(wait, 0.2 + 1e-6 * 1.5**num_steps if num_steps < 9 else 0.9, device):
+        num_steps += 1
+        wait._next_room_s = -math.inf  # as if there was always enough growth
+    assert num_steps == MOST_STEPS
+
+
+def test_an_online_prefill_that_takes_the_room_does_not_end_a_wait_but_many_do():
+    device, wait = Device(0.1), wait_for()
+    num_interruptions = 0
+    while waits(wait, 0.3, device):
+        wait.interrupt()
+        num_interruptions += 1
+    assert 1 < num_interruptions <= MOST_STEPS // STEPS_PER_INTERRUPTION
+    wait.interrupt()
+    assert waits(wait, 0.3, device), "nobody waited: there was nothing to interrupt"
+
+
 def test_what_is_left_of_a_prompt_needs_no_room_for_more():
     device = Device(0.1)
     assert waits(wait_for(), 0.2, device)
     assert not waits(wait_for(), 0.2, device, left_tokens=100)
+    assert not waits(wait_for(), 0.2, device, left_tokens=0)
 
 
 def test_an_overhead_of_nothing_switches_it_off():
     assert not waits(wait_for(overhead=0.0), 0.165, Device(0.1))
+    assert wait_for(overhead=0.0).tokens(Device(0.1), STALL_S, 0) == 64
 
 
 def test_what_is_worth_a_step_is_looked_for_again_as_the_estimator_learns():
@@ -105,7 +143,7 @@ def test_prefixes_of_all_lengths_leave_little_behind():
 def test_decodes_go_on_while_the_room_for_a_prefill_grows():
     """Two decodes take 20 ms; a prefill 100 and one for each token."""
     plan = planner(Device(0.1), min_chunk_tokens=64, chunk_overhead=0.1)
-    turn = {"online_prefill_waits": False, "last_was_prefill": False}
+    turn = {"online_prefill_waits": False, "last_was_prefill": False, "left_tokens": 1000}
     begin(plan, decodes=2, due_in_s=0.3)
     assert plan.decodes_first(**turn) and plan.chunk_wait.awaited_s > 0.28
     begin(plan, decodes=2, due_in_s=0.38)
@@ -113,21 +151,24 @@ def test_decodes_go_on_while_the_room_for_a_prefill_grows():
     begin(plan, decodes=2, due_in_s=0.38)
     assert not plan.decodes_first(**turn)
     begin(plan, decodes=2, due_in_s=0.3)
-    assert not plan.decodes_first(**turn, left_tokens=100)
+    assert not plan.decodes_first(**{**turn, "left_tokens": 100})
 
 
 def test_who_waits_for_another_reason_awaits_no_chunk():
     plan = planner(Device(0.1), min_chunk_tokens=64, chunk_overhead=0.1)
     begin(plan, decodes=2, due_in_s=0.3)
-    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
-    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
-    assert plan.chunk_wait.awaited_s == 0.0
+    turn = {"online_prefill_waits": False, "left_tokens": 1000}
+    assert plan.decodes_first(**turn, last_was_prefill=False)
+    assert plan.chunk_wait.facts == {"worth_chunk_s": plan.chunk_wait.awaited_s}
+    assert plan.decodes_first(**turn, last_was_prefill=True)
+    assert plan.chunk_wait.facts == {}
 
 
 def test_room_that_is_not_kept_is_not_waited_for():
     plan = planner(Device(0.1), limit="budget", budget_s=0.3, chunk_overhead=0.1)
     begin(plan, decodes=2, due_in_s=0.3)
-    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
+    turn = {"online_prefill_waits": False, "last_was_prefill": False, "left_tokens": 1000}
+    assert not plan.decodes_first(**turn)
 
 
 @pytest.mark.parametrize("limits", [{"limit": "budget", "budget_s": 0.18}, {}])
@@ -140,3 +181,9 @@ def test_where_others_queue_no_online_chunk_is_shorter_than_is_worth_a_step(limi
     begin(plan, decodes=2, due_in_s=0.2, first_due_in_s=5.0, waiting=2)
     worth = plan.chunk_wait.tokens(plan.estimator.upper, plan.limit.stall_s, 0)
     assert plan.online_chunk_tokens(BatchShape(), **chunk) == worth > 80
+    beside = BatchShape()
+    beside.add_prefill(worth)
+    assert plan.online_chunk_tokens(beside, **chunk) == 64, "the step is worth it already"
+    mixed = BatchShape()
+    mixed.add_decode(100)
+    assert plan.online_chunk_tokens(mixed, **chunk) < worth, "its fixed part is paid for decodes"
