@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
+from echo_sgl.config import parse_config
 from echo_sgl.policies.chunk_wait import (
     CACHED_TOKENS,
     GROWTH,
@@ -17,6 +18,7 @@ from echo_sgl.policies.chunk_wait import (
     USES,
     ChunkWait,
 )
+from echo_sgl.policies.planners import create_step_planner
 from tests.policies.plans import Clockwork, begin, planner
 
 STALL_S = 10.0
@@ -187,3 +189,19 @@ def test_where_others_queue_no_online_chunk_is_shorter_than_is_worth_a_step(limi
     mixed = BatchShape()
     mixed.add_decode(100)
     assert plan.online_chunk_tokens(mixed, **chunk) < worth, "its fixed part is paid for decodes"
+
+
+def test_no_chunk_is_waited_for_that_the_config_would_cut():
+    sections = {"slo": {"ttft_s": 99.0, "tpot_s": 99.0}, "steps": {"max_stall_s": 9.0}}
+    plans = [
+        create_step_planner(
+            parse_config({**sections, "offline": {"max_prefill_tokens_per_step": most}}),
+            Device(0.1),
+            max_requests=64,
+            chunk_tokens=4096,
+            captured_batch_sizes=[],
+        )
+        for most in (0, 128)
+    ]
+    lengths = [plan.chunk_wait.tokens(plan.estimator.upper, STALL_S, 0) for plan in plans]
+    assert lengths[0] > 128 >= lengths[1]

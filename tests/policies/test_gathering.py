@@ -210,3 +210,15 @@ def test_the_lot_is_asked_about_once_for_each_end():
     gathering.note_end()
     assert gathering.lot_s(predictor, 512) > before_s and predictor.num_asked == 2
     assert gathering.lot_s(predictor, 10) == math.inf
+
+
+def test_what_could_start_is_as_long_as_requests_were_lately():
+    gathering = Gathering()
+    assert math.isinf(gathering.free_tokens(3)), "nobody has started"
+    gathering.note_pass(prefills(4, new=50), is_full=False)
+    assert gathering.free_tokens(3) == pytest.approx(150)
+    assert gathering.free_tokens(0) == 0.0
+    full(gathering, 0)
+    assert gathering.free_tokens(3) == 0.0, "there is no place"
+    gathering.note_end()
+    assert gathering.free_tokens(3) == pytest.approx(50)
