@@ -133,15 +133,14 @@ class StepsConfig:
     decodes between them where they are due; "slack" cuts them to what online decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
-    `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and
-    all run otherwise. `batch_size` "adaptive" also limits how many requests a step decodes
-    (BROS). Offline prefill chunks below `min_chunk_tokens` wait for a better step, and those
-    whose tokens take longer than `1 + chunk_overhead` times what they would in the best chunk
-    wait while the room for them grows, see `policies/chunk_wait.py`; with 0 they do not. Nor does
-    a limit cut online chunks shorter than that where online requests queue.
-    `candidates`: how many requests are weighed for each prefill. `gather` lets them wait while
-    there is room for few, until so many start in one prefill step that it pays, see
-    `policies/gathering.py`.
+    `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all
+    run otherwise. `batch_size` "adaptive" also limits how many requests a step decodes (BROS).
+    Offline prefill chunks below `min_chunk_tokens` wait for a better step, and those whose tokens
+    take longer than `1 + chunk_overhead` times what they would in the best chunk wait under
+    "slack" while the room for them grows, see `policies/chunk_wait.py`; not with 0. Nor does a
+    limit cut online chunks shorter than that where online requests queue. `candidates`: how many
+    requests are weighed for each prefill. `gather` lets them wait while there is room for few,
+    until so many start in one prefill step that it pays, see `policies/gathering.py`.
     """
 
     limit: str = _choice("auto", "auto", "slack", "budget", "relative", "off")

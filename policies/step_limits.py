@@ -69,8 +69,6 @@ class RelativeLimit(StepLimit):
     Needs no promise: it is for servers whose users only want not to notice.
     """
 
-    keeps_room = True
-
     def __init__(self, stall_s: float, max_inflation: float) -> None:
         super().__init__(stall_s)
         self._max_inflation = max_inflation

@@ -1,4 +1,4 @@
-"""Prefill steps of a job on a real server: starts in lots, chunks that are worth a step."""
+"""A job of short prompts and answers on a real server: its requests start in lots."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import httpx
 import pytest
 
 from eval.server import LOCAL
-from tests.engine.traffic import FLEX, completion, is_idle, post, send_all, until, wait_until
+from tests.engine.traffic import FLEX, completion, is_idle, send_all, wait_until
 
 pytestmark = pytest.mark.server
 
-NUM_REQUESTS, MOST_TRIES = 120, 20
-NUM_WORDS = 600  # several chunks: each is waited for
+NUM_REQUESTS = 120
 ONE = "def one(self): return self.value and self.index or not self.value"
 
 
@@ -61,38 +60,3 @@ def test_requests_of_a_job_start_in_lots(echo_server):
     # At once it would be 1.3: whenever one has ended, one starts.
     assert sum(later) / len(later) > 2
     assert "gather" in reasons
-
-
-def explained(server, rid: str) -> dict[str, Any]:
-    answer = LOCAL.get(f"{server.url}/echo/requests/{rid}", timeout=60)
-    document: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
-    return document
-
-
-async def waits_for_a_longer_chunk(server, name: str) -> dict[str, Any]:
-    """What holds an offline request back, when it awaits a chunk beside an online decode."""
-    prompt = " ".join(f"{name}{number}" for number in range(NUM_WORDS))
-    told: dict[str, Any] = {}
-    long = asyncio.create_task(send_all(server, [completion("long", 3000, rid=f"long-{name}")]))
-    await until(
-        lambda: explained(server, f"long-{name}").get("state") == "decoding", "the long one decodes"
-    )
-    offline = asyncio.create_task(send_all(server, [completion(prompt, 2, rid=name, **FLEX)]))
-    while not offline.done() and "worth_chunk_s" not in told:
-        told = (await asyncio.to_thread(explained, server, name)).get("held_back") or {}
-    [answer] = await offline
-    assert answer.status_code == 200
-    await asyncio.to_thread(post, server, "/abort_request", {"abort_all": True})
-    await long
-    return told
-
-
-def test_a_prefill_waits_beside_online_decodes_for_a_chunk_that_is_worth_a_step(echo_server):
-    wait_until(lambda: is_idle(echo_server), "the server is idle")
-    told: dict[str, Any] = {}
-    for number in range(MOST_TRIES):  # it may wait between two looks
-        told = asyncio.run(waits_for_a_longer_chunk(echo_server, f"chunk-{number}-"))
-        if "worth_chunk_s" in told:
-            break
-    assert told["reason"] == "limit"
-    assert told["worth_chunk_s"] > told["room_s"] >= told["smallest_chunk_s"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import statistics
 import time
 from typing import Any
 
@@ -29,12 +31,13 @@ from tests.servers import COMMON_ARGS, STRICT
 
 pytestmark = pytest.mark.server
 
-PLACES = 4
+PLACES, MOST_TRIES, ENOUGH_CHUNKS = 4, 20, 15
+NUM_WORDS = 600  # a prompt of several chunks
 QUICK = completion("a short question", 8)
 ARGS = (*COMMON_ARGS, "--served-model-name", "tiny", "--max-running-requests", str(PLACES))
 # Every decode is ahead of its due times at once; nobody may wait for long.
 CONFIG: dict[str, Any] = {
-    "slo": {"ttft_s": 0.4, "tpot_s": 0.5},
+    "slo": {"ttft_s": 0.4, "tpot_s": 0.5, "min_tpot_s": 0.0001},
     "steps": {"place_share": 0.75, "max_stall_s": 10.0, "stall_share": 1.0},
 }
 
@@ -164,3 +167,47 @@ def test_beside_online_requests_with_most_places_nobody_offline_decodes(server, 
     assert texts([answer]) == stock_texts([job])
     after = {name: metric(server, f"echo_sgl_{name}_total") for name in ("parks", "resumes")}
     assert after["parks"] - before["parks"] == after["resumes"] - before["resumes"] > 0
+
+
+def decode_s(server) -> float:
+    """What passes from one step that decodes one request to the next."""
+    [replica] = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": 600}).json()["replicas"]
+    at = {name: place for place, name in enumerate(replica["columns"])}
+    starts_s = [row[at["start_s"]] for row in replica["rows"] if row[at["num_decodes"]] == 1]
+    return statistics.median(after - before for before, after in itertools.pairwise(starts_s))
+
+
+async def chunks_beside(server, name: str) -> list[int]:
+    """Tokens in each prefill step of an offline prompt beside a decode that leaves it little."""
+    prompt = " ".join(f"{name}{number}" for number in range(NUM_WORDS))
+    terms = {"custom_params": {"tpot_s": 1.3 * decode_s(server)}}
+    long = completion("long", 3900, rid=f"long-{name}", **terms)
+    online = asyncio.create_task(send_all(server, [long]))
+    await until(lambda: explained(server, f"long-{name}").get("state") == "decoding", "it decodes")
+    before_s = time.monotonic()
+    [answer] = await send_all(server, [completion(prompt, 2, rid=name, **FLEX)])
+    assert answer.status_code == 200
+    since_s = time.monotonic() - before_s
+    is_beside = not online.done()
+    post(server, "/abort_request", {"rid": f"long-{name}"})
+    await online
+    if not is_beside:
+        return []  # the machine was too slow for that promise: nothing ran beside it
+    [replica] = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": since_s}).json()[
+        "replicas"
+    ]
+    at = {key: place for place, key in enumerate(replica["columns"])}
+    return [tokens for row in replica["rows"] if (tokens := row[at["prefill_tokens"]]) > 1]
+
+
+def test_chunks_beside_online_decodes_are_worth_a_step(server):
+    """Whatever fits would be half of SGLang's chunk, as often as not."""
+    learn(server)
+    asyncio.run(send_all(server, [completion("alone", 200)]))
+    chunks: list[int] = []
+    for number in range(MOST_TRIES):
+        chunks += asyncio.run(chunks_beside(server, f"chunk-{number}-"))
+        if len(chunks) > ENOUGH_CHUNKS:
+            break
+    assert len(chunks) > ENOUGH_CHUNKS
+    assert statistics.median(chunks) > 0.9 * max(chunks)

@@ -166,8 +166,12 @@ def test_who_waits_for_another_reason_awaits_no_chunk():
     assert plan.chunk_wait.facts == {}
 
 
-def test_room_that_is_not_kept_is_not_waited_for():
-    plan = planner(Device(0.1), limit="budget", budget_s=0.3, chunk_overhead=0.1)
+@pytest.mark.parametrize(
+    "limits", [{"limit": "budget", "budget_s": 0.3}, {"limit": "relative", "max_inflation": 10.5}]
+)
+def test_room_that_is_not_kept_is_not_waited_for(limits):
+    """Two decodes take 20 ms; 0.3 and 0.21 s are enough for the shortest chunk beside them."""
+    plan = planner(Device(0.1), chunk_overhead=0.1, min_chunk_tokens=64, **limits)
     begin(plan, decodes=2, due_in_s=0.3)
     turn = {"online_prefill_waits": False, "last_was_prefill": False, "left_tokens": 1000}
     assert not plan.decodes_first(**turn)
