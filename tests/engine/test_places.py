@@ -180,7 +180,7 @@ def decode_s(server) -> float:
 async def chunks_beside(server, name: str) -> list[int]:
     """Tokens in each prefill step of an offline prompt beside a decode that leaves it little."""
     prompt = " ".join(f"{name}{number}" for number in range(NUM_WORDS))
-    terms = {"custom_params": {"tpot_s": 1.3 * decode_s(server)}}
+    terms = {"custom_params": {"tpot_s": 2.0 * decode_s(server)}}
     long = completion("long", 3900, rid=f"long-{name}", **terms)
     online = asyncio.create_task(send_all(server, [long]))
     await until(lambda: explained(server, f"long-{name}").get("state") == "decoding", "it decodes")
@@ -201,7 +201,7 @@ async def chunks_beside(server, name: str) -> list[int]:
 
 
 def test_chunks_beside_online_decodes_are_worth_a_step(server):
-    """Whatever fits would be half of SGLang's chunk, as often as not."""
+    """Whatever fits would be far less than SGLang's chunk in nearly half of them."""
     learn(server)
     asyncio.run(send_all(server, [completion("alone", 200)]))
     chunks: list[int] = []
@@ -210,4 +210,5 @@ def test_chunks_beside_online_decodes_are_worth_a_step(server):
         if len(chunks) > ENOUGH_CHUNKS:
             break
     assert len(chunks) > ENOUGH_CHUNKS
-    assert statistics.median(chunks) > 0.9 * max(chunks)
+    whole = [tokens for tokens in chunks if tokens > 0.9 * max(chunks)]
+    assert len(whole) > 0.75 * len(chunks)
