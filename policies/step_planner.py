@@ -178,8 +178,8 @@ class StepPlanner:
             self.chunk_wait.interrupt()
             is_due = last_was_prefill and self._decodes_are_due(cached_tokens)
             return is_due or self.limit.lets_end(self.view)
-        # One chunk between two tokens: a second one would pay a step's fixed cost again.
         room_s = self.limit_s - self.view.alone_s
+        # One chunk between two tokens: a second one would pay a step's fixed cost again.
         if last_was_prefill or not self._smallest_chunk_fits(room_s, cached_tokens):
             return True
         return self.limit.keeps_room and self.chunk_wait.waits(

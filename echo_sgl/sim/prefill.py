@@ -133,7 +133,7 @@ class PrefillPass:
 
     def _add_chunk_of(self, request: SimRequest) -> None:
         """The next chunk of the request that is between chunks."""
-        most = min(request.seq_tokens - request.computed_tokens, max(self._page, self._budget()))
+        most = min(request.left_tokens, max(self._page, self._budget()))
         if request.is_offline:
             most = min(most, max(self._page, self._offline_left // self._page * self._page))
             room = self._offline_room(request, most)
@@ -282,7 +282,7 @@ class PrefillPass:
         if request.computed_tokens < request.seq_tokens:
             scheduler.chunked = request
             # What is left of it comes with its next chunks.
-            self._promised_tokens += request.seq_tokens - request.computed_tokens
+            self._promised_tokens += request.left_tokens
             return
         if scheduler.chunked is request:
             scheduler.chunked = None

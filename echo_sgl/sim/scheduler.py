@@ -175,33 +175,29 @@ class SimScheduler:
             decode_due_s=self.online.due_s,
             first_due_s=min(self.waiting.first_due_s, chunk_due_s),
             num_waiting=len(self.waiting) + (chunked is not None),
-            waiting_tokens=self.waiting.new_tokens
-            + (chunked.seq_tokens - chunked.computed_tokens if chunked else 0),
+            waiting_tokens=self.waiting.new_tokens + (chunked.left_tokens if chunked else 0),
             endings=self.online.endings,
         )
         self._observe_use(now_s, online_tokens)
 
     def _observe_use(self, now_s: float, online_tokens: int) -> None:
-        results = self.results
         self.online_tokens = min(online_tokens, self.kv.active_tokens)
         self.reserve.observe(now_s, self.online_tokens)
-        results.peak_online_tokens = max(results.peak_online_tokens, online_tokens)
-        results.longest_queue = max(results.longest_queue, len(self.waiting))
+        self.results.peak_online_tokens = max(self.results.peak_online_tokens, online_tokens)
+        self.results.longest_queue = max(self.results.longest_queue, len(self.waiting))
 
     def defers_prefill(self) -> bool:
         if self.config.enable_mixed_chunk:
             return False
-        chunked = self.chunked
-        is_idle = not self.waiting and chunked is None
-        if is_idle and self.planner.gathers(len(self.offline), len(self.pool)):
+        planner, chunked, num_pooled = self.planner, self.chunked, len(self.pool)
+        if not (self.waiting or chunked) and planner.gathers(len(self.offline), num_pooled):
             return True
-        return self.planner.decodes_first(
+        left_tokens = chunked.left_tokens if chunked else planner.gathering.free_tokens(num_pooled)
+        return planner.decodes_first(
             online_prefill_waits=self.online_prefill_waits(),
             last_was_prefill=self.last_was_prefill,
             cached_tokens=chunked.computed_tokens if chunked else 0,
-            left_tokens=chunked.seq_tokens - chunked.computed_tokens
-            if chunked
-            else self.planner.gathering.free_tokens(len(self.pool)),
+            left_tokens=left_tokens,
         )
 
     def select_decodes(self) -> None:

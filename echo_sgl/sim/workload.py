@@ -104,6 +104,11 @@ class SimRequest:
         return self.outputs_at_join + self.group.step - self.joined_step
 
     @property
+    def left_tokens(self) -> int:
+        """What of it is to be prefilled yet."""
+        return self.seq_tokens - self.computed_tokens
+
+    @property
     def seq_tokens(self) -> int:
         """Prompt and generated tokens: what the next token attends to."""
         return self.prompt_tokens + self.num_outputs
