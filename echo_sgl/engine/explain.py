@@ -8,6 +8,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.places import queued
 from echo_sgl.engine.refusals import GATHERING, Reason, Refusal
 from echo_sgl.engine.settings import active_config
@@ -113,10 +114,12 @@ def _details(scheduler: EchoScheduler, state: State, req: Any) -> dict[str, Any]
         return _waiting(scheduler, req)
     if state is State.PARKED:
         return {"held_back": _parked(scheduler, req)}
-    details: dict[str, Any] = {"held_back": _facts(_paused(scheduler))}
     if state is State.PREFILLING:
-        details["prefilled_tokens"] = int(req.extend_end or 0)
-    return details
+        return {
+            "prefilled_tokens": int(req.extend_end or 0),
+            "held_back": _facts(_paused(scheduler) or _between_chunks(scheduler, req)),
+        }
+    return {"held_back": _facts(_paused(scheduler))}
 
 
 def _pooled(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
@@ -175,6 +178,14 @@ def _parked(scheduler: EchoScheduler, req: Any) -> dict[str, Any] | None:
         "parked_for_s": now_s - since_s if since_s is not None else math.inf,
     }
     return _facts(Refusal(Reason.LIMIT, req.rid, facts))
+
+
+def _between_chunks(scheduler: EchoScheduler, req: Any) -> Refusal | None:
+    """Why an offline request waits for its next chunk: whatever kept all of them from prefills."""
+    refusal = scheduler.step_control.refusal
+    if req is not scheduler.chunked_req or not is_offline(req) or refusal is None:
+        return None
+    return refusal if refusal.rid is None and refusal.reason is Reason.LIMIT else None
 
 
 def _num_between_chunks(scheduler: EchoScheduler) -> int:

@@ -99,6 +99,10 @@ def test_progress_and_terms_of_a_request_that_runs() -> None:
 def test_who_waits_for_a_longer_chunk_is_told_which() -> None:
     told = said(held_back={**LIMIT, "worth_chunk_s": 0.0182})
     assert "predicted to take 14.1 ms, one that is worth a step 18.2 ms: it waits while" in told
+    between_chunks = said(
+        state="prefilling", prefilled_tokens=256, held_back={**LIMIT, "worth_chunk_s": 0.0182}
+    )
+    assert "256 of 512 tokens" in between_chunks and "one that is worth a step" in between_chunks
 
 
 def test_a_prediction_that_does_not_exist_yet_is_called_unknown() -> None:

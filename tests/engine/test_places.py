@@ -31,7 +31,7 @@ from tests.servers import COMMON_ARGS, STRICT
 
 pytestmark = pytest.mark.server
 
-PLACES, MOST_TRIES, ENOUGH_CHUNKS = 4, 20, 15
+PLACES = 4
 NUM_WORDS = 600  # a prompt of several chunks
 QUICK = completion("a short question", 8)
 ARGS = (*COMMON_ARGS, "--served-model-name", "tiny", "--max-running-requests", str(PLACES))
@@ -177,38 +177,39 @@ def decode_s(server) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(starts_s))
 
 
-async def chunks_beside(server, name: str) -> list[int]:
-    """Tokens in each prefill step of an offline prompt beside a decode that leaves it little."""
-    prompt = " ".join(f"{name}{number}" for number in range(NUM_WORDS))
+def chunk_wait(server, rid: str) -> dict[str, Any]:
+    """What is told of a prompt that waits for a longer chunk; empty while it does not."""
+    facts: dict[str, Any] = explained(server, rid)
+    return facts if "worth_chunk_s" in (facts.get("held_back") or {}) else {}
+
+
+async def waits_beside(server, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+    """How an offline prompt of many chunks waits beside a decode that leaves it little."""
+    seen: list[dict[str, Any]] = []
     terms = {"custom_params": {"tpot_s": 2.0 * decode_s(server)}}
-    long = completion("long", 3900, rid=f"long-{name}", **terms)
-    online = asyncio.create_task(send_all(server, [long]))
-    await until(lambda: explained(server, f"long-{name}").get("state") == "decoding", "it decodes")
-    before_s = time.monotonic()
-    [answer] = await send_all(server, [completion(prompt, 2, rid=name, **FLEX)])
-    assert answer.status_code == 200
-    since_s = time.monotonic() - before_s
-    is_beside = not online.done()
-    post(server, "/abort_request", {"rid": f"long-{name}"})
+    online = asyncio.create_task(send_all(server, [completion("long", 3900, rid="long", **terms)]))
+    await until(lambda: explained(server, "long").get("state") == "decoding", "it decodes")
+    offline = asyncio.create_task(send_all(server, [prompt]))
+    while not offline.done():
+        seen += [facts] if (facts := await asyncio.to_thread(chunk_wait, server, "job")) else []
+    post(server, "/abort_request", {"rid": "long"})
     await online
-    if not is_beside:
-        return []  # the machine was too slow for that promise: nothing ran beside it
-    [replica] = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": since_s}).json()[
-        "replicas"
-    ]
-    at = {key: place for place, key in enumerate(replica["columns"])}
-    return [tokens for row in replica["rows"] if (tokens := row[at["prefill_tokens"]]) > 1]
+    assert offline.result()[0].status_code == 200
+    return seen
 
 
-def test_chunks_beside_online_decodes_are_worth_a_step(server):
-    """Whatever fits would be far less than SGLang's chunk in nearly half of them."""
+def test_offline_chunks_wait_beside_online_decodes_until_they_are_worth_a_step(server):
     learn(server)
     asyncio.run(send_all(server, [completion("alone", 200)]))
-    chunks: list[int] = []
-    for number in range(MOST_TRIES):
-        chunks += asyncio.run(chunks_beside(server, f"chunk-{number}-"))
-        if len(chunks) > ENOUGH_CHUNKS:
-            break
-    assert len(chunks) > ENOUGH_CHUNKS
-    whole = [tokens for tokens in chunks if tokens > 0.9 * max(chunks)]
-    assert len(whole) > 0.75 * len(chunks)
+    states: set[str] = set()
+    numbers = itertools.count()
+
+    def has_waited() -> bool:
+        prompt = " ".join(f"{next(numbers)}-{word}" for word in range(NUM_WORDS))
+        for facts in asyncio.run(waits_beside(server, completion(prompt, 2, rid="job", **FLEX))):
+            states.add(facts["state"])
+            held = facts["held_back"]
+            assert held["smallest_chunk_s"] <= held["room_s"] < held["worth_chunk_s"]
+        return "prefilling" in states
+
+    wait_until(has_waited, "an offline prompt waits for a longer chunk")
