@@ -83,3 +83,10 @@ def longest_prefill(
         else:
             too_many = middle
     return fitting * page_size
+
+
+def prefill_alone_s(model: StepPredictor, new_tokens: int, cached_tokens: int = 0) -> float:
+    """Seconds of a step that prefills one request and nothing else."""
+    shape = BatchShape()
+    shape.add_prefill(new_tokens, cached_tokens)
+    return model.predict_s(shape)

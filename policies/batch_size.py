@@ -13,7 +13,10 @@ class BatchSize(ABC):
     largest size that CUDA graphs were captured for: behind it a step runs without graph, takes
     longer, so that more requests gather, and comes back only when they have gone
     (SGLang issue 33483). Units: requests.
+    `learns`: each step has to be observed.
     """
+
+    learns = False
 
     def __init__(self, *, captured_batch_sizes: Iterable[int] = ()) -> None:
         self._largest_captured = max(captured_batch_sizes, default=None)
@@ -57,6 +60,8 @@ class AdaptiveBatchSize(BatchSize):
     Source: BROS 4.2, adaptive batch sizing; what is observed is the early return of algorithm 1,
     lines 11-12. Errors: `ValueError` unless 1 <= base <= maximum.
     """
+
+    learns = True
 
     def __init__(
         self, *, base: int, maximum: int, captured_batch_sizes: Iterable[int] = ()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from echo_sgl.batch_shape import BatchShape
-from echo_sgl.estimators.batch_time import StepPredictor
+from echo_sgl.estimators.batch_time import StepPredictor, prefill_alone_s
 
 # Lengths that are tried, each so many times the one before.
 GROWTH = 1.25
@@ -64,7 +63,7 @@ class ChunkWait:
             return False
         if self._num_steps < MOST_STEPS and room_s >= self._next_room_s:
             tokens = min(left_tokens, self.tokens(predictor, stall_s, cached_tokens))
-            worth_s = _prefill_s(predictor, int(tokens), cached_tokens)
+            worth_s = prefill_alone_s(predictor, int(tokens), cached_tokens)
             if worth_s > room_s:
                 self._num_steps += 1
                 self._next_room_s = room_s + (worth_s - room_s) / MOST_STEPS
@@ -101,7 +100,7 @@ class ChunkWait:
         times: list[tuple[int, float]] = []
         tokens = self._shortest
         while tokens <= self._longest:
-            time_s = _prefill_s(predictor, tokens, cached_tokens)
+            time_s = prefill_alone_s(predictor, tokens, cached_tokens)
             if times and time_s > stall_s:
                 break
             times.append((tokens, time_s / tokens))
@@ -110,9 +109,3 @@ class ChunkWait:
             return self._shortest
         bound_s = (1.0 + self._overhead) * min(token_s for _, token_s in times)
         return next(tokens for tokens, token_s in times if token_s <= bound_s)
-
-
-def _prefill_s(predictor: StepPredictor, num_tokens: int, cached_tokens: int) -> float:
-    shape = BatchShape()
-    shape.add_prefill(num_tokens, cached_tokens)
-    return predictor.predict_s(shape)

@@ -75,6 +75,11 @@ class OnlineView(NamedTuple):
     places_taken: float = 0.0
 
 
+NOTHING_ONLINE = OnlineView(
+    now_s=0.0, decode_due_s=math.inf, first_due_s=math.inf, alone_s=0.0, is_present=False
+)
+
+
 class OnlinePart(NamedTuple):
     """What a step held of the online requests at hand, with its predicted time alone, in seconds.
 

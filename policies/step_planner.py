@@ -13,23 +13,21 @@ from typing import Protocol
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, Step
 from echo_sgl.config import StepsConfig
-from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill
+from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill, prefill_alone_s
 from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.chunk_wait import ChunkWait
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import RESUME_SHARE, Decode, DecodeSelection
 from echo_sgl.policies.gathering import Gathering
+from echo_sgl.policies.held_plan import HELD_SHARE, HeldPlan
 from echo_sgl.policies.places import Placed, Places
 from echo_sgl.policies.step_limit import (
+    NOTHING_ONLINE,
     Ending,
     NoLimit,
     OnlinePart,
     OnlineView,
     StepLimit,
-)
-
-NOTHING_ONLINE = OnlineView(
-    now_s=0.0, decode_due_s=math.inf, first_due_s=math.inf, alone_s=0.0, is_present=False
 )
 
 
@@ -80,6 +78,7 @@ class StepPlanner:
         self.chunk_wait = chunk_wait
         self._online_decodes, self._num_waiting = BatchShape(), 0
         self._decode_limit = math.inf
+        self.held = HeldPlan(is_on=not (self.keeps_steps or batch_size.learns))
         self._max_requests, self._chunk_tokens = max_requests, chunk_tokens
         # When the step that runs was planned, and what online work it holds.
         self._launched: tuple[float, OnlinePart | None] | None = None
@@ -105,12 +104,16 @@ class StepPlanner:
             launched_s, online = self._launched
             self.limit.note_step(online, now_s - launched_s)
             self._launched = None
+        self.held.end()
         is_present = len(decodes) > 0 or num_waiting > 0
         alone_s = chunk_s = prefill_s = 0.0
         if self._is_known:
             alone_s = self.estimator.upper.predict_s(decodes) if len(decodes) else 0.0
             if waiting_tokens > 0:
-                chunk_s, prefill_s = self._prefill_times_s(waiting_tokens)
+                chunk_s = prefill_alone_s(
+                    self.estimator.upper, min(waiting_tokens, self._chunk_tokens)
+                )
+                prefill_s = chunk_s * max(1.0, waiting_tokens / self._chunk_tokens)
         self._online_decodes, self._num_waiting = decodes, num_waiting
         if num_waiting:
             self.limit.note_waiting()
@@ -129,6 +132,20 @@ class StepPlanner:
         self._decode_limit = self.limit.decode_limit_s(self.view, self.limit_s)
         if is_present:
             self._batch_size.observe(exceeded=alone_s > self.limit_s)
+
+    def holds(
+        self, now_s: float, decodes: BatchShape, *, decode_due_s: float, num_offline: int
+    ) -> bool:
+        """Whether all decode as in the step before, so that `begin` need not be called.
+
+        For steps that start nobody and in which nobody waits or sits out. The limit stays what
+        it was, which is no more than it would be.
+        """
+        is_held = self.held.holds(now_s, decode_due_s - now_s, len(decodes) + num_offline)
+        if is_held:
+            self._online_decodes = decodes
+            self.view = self.view._replace(now_s=now_s, decode_due_s=decode_due_s)
+        return is_held
 
     def launch(self, online: BatchShape, *, is_alone: bool) -> None:
         """The step runs, with this online work in it and, unless `is_alone`, offline work."""
@@ -227,9 +244,9 @@ class StepPlanner:
     ) -> int:
         """New tokens of an online prefill that may join `shape`: never 0.
 
-        If the limit cuts it, as long as what online decodes have left, unless its own first
-        token is more urgent. Where online requests queue, a step that only prefills has as much
-        as is worth it: a queue that is served in short chunks only grows.
+        What online decodes have left, if the limit cuts it and its own first token is not more
+        urgent. A step that only prefills has as much as is worth it where online requests queue:
+        a queue that is served in short chunks only grows.
         """
         if not self.limit.cuts_online_chunks or not self._is_known:
             return max_tokens
@@ -266,15 +283,9 @@ class StepPlanner:
         shape.undo()
         return time_s
 
-    def _prefill_times_s(self, num_tokens: int) -> tuple[float, float]:
-        """About how long so many tokens take in steps of their own: the first, and all."""
-        chunk = BatchShape()
-        chunk.add_prefill(min(num_tokens, self._chunk_tokens))
-        chunk_s = self.estimator.upper.predict_s(chunk)
-        return chunk_s, chunk_s * num_tokens / chunk.prefill_tokens
-
     def _smallest_chunk_fits(self, limit_s: float, cached_tokens: int) -> bool:
-        return self.smallest_chunk_s(BatchShape(), cached_tokens=cached_tokens) <= limit_s
+        smallest = self._config.min_chunk_tokens
+        return prefill_alone_s(self.estimator.upper, smallest, cached_tokens) <= limit_s
 
     def gives_way(self, due_s: float, decodes: Iterable[Placed]) -> str | None:
         """Which online decode leaves its place to a request that waits and is due then.
@@ -293,9 +304,15 @@ class StepPlanner:
             return True
         if offline.num > self._most_decodes():
             return False
-        if not self._is_known or not offline.num:
+        num_decodes = len(self._online_decodes) + offline.num
+        if not offline.num:
+            self.held.hold(self.view.now_s, -math.inf, num_decodes)
+            return True
+        if not self._is_known:
             return True
         joined_s = self._joined_s(offline)
+        if joined_s <= HELD_SHARE * self._decode_limit:
+            self.held.hold(self.view.now_s, self.slack_s, num_decodes)
         # The second limit is no less, and takes a prediction.
         return joined_s <= self._decode_limit or joined_s <= self._decode_limit_s(offline.shortest)
 
@@ -358,8 +375,7 @@ class StepPlanner:
         that a step can be, and the stall comes on top of that."""
         if len(self._online_decodes) or math.isinf(self.limit_s):
             return self._decode_limit
-        alone = BatchShape()
-        alone.add_decode(shortest_tokens)
+        alone = BatchRow(0, 0, 0, 0, 1, shortest_tokens, shortest_tokens)
         return self.limit_s + self.estimator.upper.predict_s(alone)
 
     def _most_decodes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.engine.roster import Part, Roster, may_sit_out
@@ -119,6 +119,23 @@ class Running:
         if not self.are(reqs) or not self._num_reqs:
             return None
         return BatchRow(0, 0, 0, 0, self._all.num, self._all.tokens, self._all.longest)
+
+    def online_part(self, batch: ScheduleBatch, row: BatchRow) -> tuple[BatchShape, int]:
+        """What a batch would be without its offline requests, and how many those are."""
+        if not row.num_prefills:
+            # Whoever left since the step began is offline as long as anybody offline is there.
+            return self.online, max(0, row.num_decodes - len(self.online))
+        online, num_offline = BatchShape(), 0
+        for index, (new, cached) in enumerate(
+            zip(batch.extend_lens, batch.prefix_lens, strict=True)
+        ):
+            if terms_of(batch.reqs[index]).is_offline:
+                num_offline += 1
+            elif index < row.num_prefills:
+                online.add_prefill(new, cached)
+            else:
+                online.add_decode(cached + 1)
+        return online, num_offline
 
     def are(self, reqs: Sequence[Req]) -> bool:
         """Whether it is these that were looked up."""

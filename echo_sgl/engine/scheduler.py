@@ -226,7 +226,14 @@ class EchoScheduler(Offers):
     def _should_defer_prefill(self, running_batch: ScheduleBatch) -> bool:
         control, now_s = self.step_control, self.echo_clock.now_s
         with control.own_time:
-            control.begin(now_s, running_batch, self.waiting_queue, self.chunked_req)
+            is_full, num_pooled = self._is_full(running_batch), len(self.offline_pool)
+            control.begin(
+                now_s,
+                running_batch,
+                self.waiting_queue,
+                self.chunked_req,
+                num_pooled=0 if is_full else num_pooled,
+            )
             self.kv_limits.observe(now_s, control.online_tokens)
             if self.is_mixed_chunk:
                 # A step that prefills decodes as well: who decodes must be settled first.
@@ -235,12 +242,13 @@ class EchoScheduler(Offers):
                 return True
             if self.is_mixed_chunk:
                 return False
-            is_deferred = self._is_full(running_batch) or control.defers_prefill(
+            is_full = is_full and self.kv_limits.is_within  # else a pass sheds
+            is_deferred = is_full or control.defers_prefill(
                 online_prefill_waits=self._online_prefill_waits(),
                 last_was_prefill=self.last_batch is not None
                 and self.last_batch.forward_mode.is_extend(),
                 chunked=self.chunked_req,
-                num_pooled=len(self.offline_pool),
+                num_pooled=num_pooled,
                 limits=self.kv_limits,
             )
         if is_deferred:
@@ -254,7 +262,6 @@ class EchoScheduler(Offers):
             and not running_batch.is_empty()
             and not self.waiting_queue
             and self.chunked_req is None
-            and self.kv_limits.is_within
         )
 
     def _take_in_compiled(self) -> None:

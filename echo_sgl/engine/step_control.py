@@ -22,8 +22,8 @@ from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
 from echo_sgl.engine.places import new_tokens, placed, queued
 from echo_sgl.engine.refusals import GATHERING, Reason, Refusal
+from echo_sgl.engine.retraction import first_out, uncached_tokens
 from echo_sgl.engine.rolling_max import RollingMax
-from echo_sgl.engine.roster import may_sit_out
 from echo_sgl.engine.running import Running, offline_of
 from echo_sgl.engine.step_log import StepLog, StepNote
 from echo_sgl.engine.step_timing import StepTimer, row_of_batch
@@ -33,7 +33,6 @@ from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.planners import create_step_planner
-from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.types import Task
 
 WAIT_WINDOW_S = 60.0
@@ -90,7 +89,7 @@ class StepControl:
         self._now_s = 0.0
         self._lessons = Lessons(estimator)
         self._running = Running((), 0.0)
-        self._is_settled = True
+        self._is_settled = self._is_planned = True
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -99,14 +98,42 @@ class StepControl:
         self._lessons.take(measured, now_s)
 
     def begin(
-        self, now_s: float, running: ScheduleBatch, waiting: Sequence[Req], chunked: Req | None
+        self,
+        now_s: float,
+        running: ScheduleBatch,
+        waiting: Sequence[Req],
+        chunked: Req | None,
+        *,
+        num_pooled: int,
     ) -> None:
-        """Take in what runs and waits, before anything is decided for this step."""
+        """Take in what runs and waits, before anything is decided for this step.
+
+        `num_pooled`: how many offline requests could start.
+        """
         self._now_s = now_s
         self.parked.drop_finished()
         self._running.advance(running.reqs, now_s)
-        decodes = self._running.online
-        self.online_tokens = decodes.decode_tokens
+        self.online_tokens = self._running.online.decode_tokens
+        self._is_planned = bool(waiting) or chunked is not None or not self._goes_on(num_pooled)
+        if self._is_planned:
+            self._plan(waiting, chunked)
+
+    def _goes_on(self, num_pooled: int) -> bool:
+        """Whether nobody starts or sits out and all decode, as was found for an earlier step."""
+        running, planner = self._running, self.planner
+        if self.parked:
+            return False
+        if num_pooled and not planner.gathering.waits(running.offline.num, num_pooled):
+            return False
+        return planner.holds(
+            self._now_s,
+            running.online,
+            decode_due_s=running.decode_due_s,
+            num_offline=running.offline.num,
+        )
+
+    def _plan(self, waiting: Sequence[Req], chunked: Req | None) -> None:
+        now_s, decodes = self._now_s, self._running.online
         if chunked is not None and not terms_of(chunked, now_s).is_offline:
             self.online_tokens += chunked.seqlen
         due_s, num_waiting, waiting_tokens = math.inf, 0, 0
@@ -139,10 +166,14 @@ class StepControl:
     ) -> bool:
         """Whether a step that decodes goes first, see `gathers` and `decodes_first` there."""
         planner, is_idle = self.planner, chunked is None and not online_prefill_waits
+        if is_idle and not num_pooled:
+            return False  # SGLang's pass finds nobody
         gathers = is_idle and planner.gathers(self._running.offline.num, num_pooled)
         if gathers and limits.is_within:  # else a pass sheds
             self.refusal = GATHERING
             return True
+        if not self._is_planned:
+            self._plan((), None)
         left_tokens = planner.gathering.free_tokens(num_pooled)
         if chunked is not None:
             left_tokens = chunked.seqlen - chunked.extend_end
@@ -209,8 +240,10 @@ class StepControl:
         if (row := known or row_of_batch(batch)) is None:
             self.timer.expect(None)
             return None
-        online, num_offline = self._online_part(batch, row)
+        online, num_offline = self._running.online_part(batch, row)
         self.planner.launch(online, is_alone=not num_offline)
+        if row.num_prefills:
+            self.planner.held.end()
         if num_pooled and not row.num_prefills:
             self.planner.gathering.note_decode()
         predicted_s, upper_s = self.estimator.predict_both_s(row)
@@ -293,22 +326,13 @@ class StepControl:
         `running` are those of `batch` that may be taken. The request is to wait in the pool
         again. None when nobody has memory to give.
         """
-        if (rid := self._first_out(running)) is None:
+        if (rid := first_out(self.parked, running)) is None:
             return None
         victim = next((req for req in running if req.rid == rid), None)
         if victim is None:
             return self.parked.retract(rid)
         retract(batch, victim, num_decoding=len(batch.reqs) - 1)
         return victim
-
-    def _first_out(self, running: Iterable[Req]) -> str | None:
-        holders = [
-            _holder(req, is_parked=is_parked)
-            for is_parked, reqs in ((True, self.parked), (False, running))
-            for req in reqs
-            if terms_of(req).is_offline and may_sit_out(req)
-        ]
-        return next(iter(preemption_order(holders)), None)
 
     # ---- internals -------------------------------------------------------------------------
 
@@ -334,7 +358,7 @@ class StepControl:
         return Decode(
             rid=req.rid,
             context_tokens=req.seqlen,
-            uncached_tokens=_uncached_tokens(req),
+            uncached_tokens=uncached_tokens(req),
             waiting_since_s=terms.waiting_since_s,
             laxity_s=self._watch.laxity_s(req, self._now_s),
             is_running=is_running,
@@ -362,37 +386,3 @@ class StepControl:
         for req in self.parked:
             if req.rid in chosen:
                 terms_of(req).waiting_since_s = None
-
-    def _online_part(self, batch: ScheduleBatch, row: BatchRow) -> tuple[BatchShape, int]:
-        """What a batch would be without its offline requests, and how many those are."""
-        if not row.num_prefills:
-            # Whoever left since the step began is offline as long as anybody offline is there.
-            online = self._running.online
-            return online, max(0, row.num_decodes - len(online))
-        online, num_offline = BatchShape(), 0
-        for index, (new, cached) in enumerate(
-            zip(batch.extend_lens, batch.prefix_lens, strict=True)
-        ):
-            if terms_of(batch.reqs[index]).is_offline:
-                num_offline += 1
-            elif index < row.num_prefills:
-                online.add_prefill(new, cached)
-            else:
-                online.add_decode(cached + 1)
-        return online, num_offline
-
-
-def _holder(req: Req, *, is_parked: bool) -> Holder:
-    uncached_tokens = _uncached_tokens(req)
-    return Holder(
-        rid=req.rid,
-        is_parked=is_parked,
-        uncached_tokens=uncached_tokens,
-        held_tokens=uncached_tokens,
-        started_sequence=req.echo_sequence,
-    )
-
-
-def _uncached_tokens(req: Req) -> int:
-    """Tokens whose KV only this request holds: they are computed again if it is lost."""
-    return int(max(0, req.seqlen - req.kv.cache_protected_len))

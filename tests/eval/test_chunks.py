@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from eval import chunks
 from eval.chunks import SEEDS, SETTINGS, ChunksOptions, Point, main, points, run_point
+from eval.workloads import DATA_DIR
 
 OPTIONS = ChunksOptions(duration_s=20.0)
 
@@ -28,6 +31,7 @@ def test_settings_of_one_load_follow_each_other():
         assert len(loads) == 1
 
 
+@pytest.mark.skipif(not DATA_DIR.is_dir(), reason="the real workloads are not here")
 def test_main_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     few = [
         Point("CPU", "azure-qmsum", 1.6, seed, setting) for seed in SEEDS for setting in SETTINGS

@@ -47,13 +47,14 @@ class Unknown(Clockwork):
 def planner(
     estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps
 ) -> StepPlanner:
+    """With `steps` as in a config."""
     config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **ALL_SLACK, **steps})
     return StepPlanner(
         config,
         create_step_limit(config, slo or SloConfig(ttft_s=100.0, tpot_s=100.0)),
         estimator or Clockwork(),
         selection=create_decode_selection(selection, seed=0),
-        batch_size=create_batch_size("fixed", base=8, maximum=max_decodes),
+        batch_size=create_batch_size(config.batch_size, base=8, maximum=max_decodes),
         chunk_wait=ChunkWait(config.chunk_overhead, config.min_chunk_tokens, CHUNK_TOKENS),
         max_requests=max_decodes,
         chunk_tokens=CHUNK_TOKENS,

@@ -1,0 +1,38 @@
+"""Whose memory goes first when an online request needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang.srt.managers.schedule_batch import Req
+
+from echo_sgl.engine.roster import may_sit_out
+from echo_sgl.engine.terms import terms_of
+from echo_sgl.policies.preemption import Holder, preemption_order
+
+
+def first_out(parked: Iterable[Req], running: Iterable[Req]) -> str | None:
+    """The offline request that loses the least: parked before running. None without any."""
+    holders = [
+        _holder(req, is_parked=is_parked)
+        for is_parked, reqs in ((True, parked), (False, running))
+        for req in reqs
+        if terms_of(req).is_offline and may_sit_out(req)
+    ]
+    return next(iter(preemption_order(holders)), None)
+
+
+def uncached_tokens(req: Req) -> int:
+    """Tokens whose KV only this request holds: they are computed again if it is lost."""
+    return int(max(0, req.seqlen - req.kv.cache_protected_len))
+
+
+def _holder(req: Req, *, is_parked: bool) -> Holder:
+    tokens = uncached_tokens(req)
+    return Holder(
+        rid=req.rid,
+        is_parked=is_parked,
+        uncached_tokens=tokens,
+        held_tokens=tokens,
+        started_sequence=req.echo_sequence,
+    )
