@@ -103,7 +103,7 @@ def tiny_model() -> Path:
 def server_for() -> Iterator[ServerPool]:
     pool = ServerPool(max_alive_servers())
     yield pool
-    pool.shrink(0)
+    pool.close()
 
 
 @pytest.fixture

@@ -40,10 +40,14 @@ def max_alive_servers() -> int:
 
 
 class ServerPool:
-    """Ready servers: equal arguments give the same one, the least recently used one ends first."""
+    """Ready servers: equal arguments give the same one, the least recently used one ends first.
+
+    SGLang takes four seconds to end and sleeps meanwhile: the next server starts beside that.
+    """
 
     def __init__(self, max_alive: int) -> None:
         self._alive: OrderedDict[object, Server] = OrderedDict()
+        self._ending: list[Server] = []
         self._max_alive = max_alive
         self._started = 0
 
@@ -79,11 +83,26 @@ class ServerPool:
         try:
             yield server
         finally:
-            stop_server(server)
+            self._end(server)
 
     def shrink(self, num_left: int) -> None:
+        self._see_off()
         while len(self._alive) > num_left:
-            stop_server(self._alive.popitem(last=False)[1])
+            self._end(self._alive.popitem(last=False)[1])
+
+    def close(self) -> None:
+        """End all servers and wait until they are gone."""
+        self.shrink(0)
+        self._see_off()
+
+    def _end(self, server: Server) -> None:
+        server.process.terminate()
+        self._ending.append(server)
+
+    def _see_off(self) -> None:
+        """Wait for those that were told to end, most of which have by now."""
+        while self._ending:
+            stop_server(self._ending.pop())
 
     def _start(
         self,
