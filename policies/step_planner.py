@@ -138,8 +138,8 @@ class StepPlanner:
     ) -> bool:
         """Whether all decode as in the step before, so that `begin` need not be called.
 
-        For steps that start nobody and in which nobody waits or sits out. The limit stays what
-        it was, which is no more than it would be.
+        For steps that start nobody and in which nobody waits or sits out. `limit_s` and `view`
+        stay what they were but for the time and the slack.
         """
         is_held = self.held.holds(now_s, decode_due_s - now_s, len(decodes) + num_offline)
         if is_held:

@@ -42,7 +42,7 @@ def max_alive_servers() -> int:
 class ServerPool:
     """Ready servers: equal arguments give the same one, the least recently used one ends first.
 
-    SGLang takes four seconds to end and sleeps meanwhile: the next server starts beside that.
+    SGLang takes four seconds to end and sleeps meanwhile: others start beside that.
     """
 
     def __init__(self, max_alive: int) -> None:
@@ -86,23 +86,24 @@ class ServerPool:
             self._end(server)
 
     def shrink(self, num_left: int) -> None:
-        self._see_off()
+        self._see_off([one for one in self._ending if one.process.poll() is not None])
         while len(self._alive) > num_left:
             self._end(self._alive.popitem(last=False)[1])
 
     def close(self) -> None:
         """End all servers and wait until they are gone."""
         self.shrink(0)
-        self._see_off()
+        self._see_off(list(self._ending))
 
     def _end(self, server: Server) -> None:
         server.process.terminate()
         self._ending.append(server)
 
-    def _see_off(self) -> None:
-        """Wait for those that were told to end, most of which have by now."""
-        while self._ending:
-            stop_server(self._ending.pop())
+    def _see_off(self, servers: list[Server]) -> None:
+        """Wait for these, which were told to end, and clean up after them."""
+        for server in servers:
+            stop_server(server)
+            self._ending.remove(server)
 
     def _start(
         self,

@@ -75,6 +75,8 @@ class Offers(PoolIntake):
     def _note_pass(self, started: Sequence[Req], num_offered: int) -> None:
         """Learn how many passes start, and whether this one ended for want of room."""
         self.offer_size.note(len(started), num_offered)
+        if self.is_mixed_chunk:
+            return  # decodes stop for nobody, so nobody waits for others
         refusal = self.step_control.refusal
         found_no_room = refusal is not None and refusal.reason in NO_ROOM
         is_full = found_no_room and self.chunked_req is None and len(self.offline_pool) > 0

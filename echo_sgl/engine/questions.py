@@ -101,6 +101,7 @@ def obey(
         scheduler.kv_limits.forget_demand()
         scheduler.step_control.planner.limit.forget_requests()
         return SetInternalStateReqOutput(updated=True)
+    scheduler.step_control.planner.held.end()
     return set_budget(scheduler.step_control.planner.limit, server_args)
 
 

@@ -374,7 +374,8 @@ class EchoScheduler(Offers):
 
     def _new_adder(self, *args: Any, **kwargs: Any) -> EchoPrefillAdder:
         adder = EchoPrefillAdder(*args, **kwargs)
-        if self.waiting_queue:  # else nobody is asked, and what was said before still holds
+        # Else nobody is asked, and what was said before still holds.
+        if self.waiting_queue or self.chunked_req is not None:
             self.step_control.refusal = None
         adder.offline_tokens_left = self.policy.offline_chunk_tokens
         adder.kv_limits = self.kv_limits

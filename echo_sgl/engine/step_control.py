@@ -73,6 +73,7 @@ class StepControl:
         self.log = StepLog()
         self.decision_log = DecisionLog.from_environment(rank)
         self.can_park = config.steps.park and can_park
+        self._gathers = config.steps.gather
         self.planner = create_step_planner(
             config,
             estimator,
@@ -121,9 +122,8 @@ class StepControl:
     def _goes_on(self, num_pooled: int) -> bool:
         """Whether nobody starts or sits out and all decode, as was found for an earlier step."""
         running, planner = self._running, self.planner
-        if self.parked:
-            return False
-        if num_pooled and not planner.gathering.waits(running.offline.num, num_pooled):
+        waits = self._gathers and planner.gathering.waits(running.offline.num, num_pooled)
+        if self.parked or (num_pooled and not waits):
             return False
         return planner.holds(
             self._now_s,
@@ -166,8 +166,8 @@ class StepControl:
     ) -> bool:
         """Whether a step that decodes goes first, see `gathers` and `decodes_first` there."""
         planner, is_idle = self.planner, chunked is None and not online_prefill_waits
-        if is_idle and not num_pooled:
-            return False  # SGLang's pass finds nobody
+        if is_idle and not num_pooled:  # a pass would find nobody
+            return limits.is_within and len(self._running.online) > 0
         gathers = is_idle and planner.gathers(self._running.offline.num, num_pooled)
         if gathers and limits.is_within:  # else a pass sheds
             self.refusal = GATHERING
@@ -213,6 +213,7 @@ class StepControl:
         is_settled = self._is_settled
         if not self._running.are(batch.reqs):
             is_settled = self._stays(Contexts.of([req.seqlen for req in offline_of(batch.reqs)]))
+            self._is_settled = is_settled
         if is_settled:
             return
         if not self.can_park or not self.parked.can_park(batch):
@@ -289,6 +290,8 @@ class StepControl:
         self._running.note_end(req)
         self.planner.gathering.note_end()
         terms = terms_of(req, self._now_s)
+        if not terms.is_offline:
+            self.planner.held.end()  # the stall is counted from what online decodes take
         if not terms.is_offline and req.output_ids:
             self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))
 

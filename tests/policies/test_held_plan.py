@@ -83,13 +83,24 @@ WORK = st.tuples(st.integers(0, 5), st.integers(0, 6), st.floats(0.0, 0.3))
     after=WORK,
     after_s=st.floats(0.0, 0.03),
     share=st.sampled_from([0.1, 1.0]),
-    places=st.sampled_from([0.0, 1.0]),
+    places=st.sampled_from([0.0, 0.4]),
+    stall_s=st.sampled_from([0.03, 10.0]),
+    limit=st.sampled_from(["slack", "budget"]),
 )
-def test_whatever_holds_would_be_found_again(before, after, after_s, share, places):
+def test_whatever_holds_would_be_found_again(before, after, after_s, share, places, stall_s, limit):
     (decodes, offline, slack_s), (later_decodes, later_offline, later_slack_s) = before, after
     # An offline request does not turn into an online one.
     assume(later_decodes <= decodes and later_offline <= offline)
-    plan = planner(slack_share=share, place_share=places, slack_pace=0.5, max_decodes=12)
+    # Half a thousandth of the 100 s that are promised for each token: 50 ms.
+    plan = planner(
+        limit=limit,
+        budget_s=0.08,
+        slack_pace=0.0005,
+        slack_share=share,
+        place_share=places,
+        max_stall_s=stall_s,
+        max_decodes=12,
+    )
     begin(plan, decodes=decodes, due_in_s=slack_s if decodes else math.inf)
     plan.all_decode(Contexts.of([100] * offline))
     later = {"decodes": later_decodes, "due_in_s": later_slack_s if later_decodes else math.inf}
