@@ -31,11 +31,14 @@ class Gathering:
     costs by the cost of starting, if those that were to end do not. Lots are of requests whose
     prefills fit into one step: what takes several steps anyway is not made fewer by waiting.
 
+    With `is_on` false nobody waits; what starts need is learned all the same.
+
     Source: Silver and Meal (1973); DeMatteis (1968); the use is ours. Units: requests, decode
     steps, tokens. Deterministic: every rank sees the same passes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_on: bool = True) -> None:
+        self._is_on = is_on
         self.num_places = 0
         self._is_full = False
         self._num_steps = self._empty_steps = 0
@@ -86,7 +89,9 @@ class Gathering:
         Not when there is room for all `num_waiting`: nobody else would start with them.
         """
         num_places, empty_steps = self.num_places, self._empty_steps
-        if not self._is_full or not 0 < num_places < num_waiting or empty_steps >= num_decodes:
+        if not (self._is_on and self._is_full):
+            return False
+        if not 0 < num_places < num_waiting or empty_steps >= num_decodes:
             return False
         num_steps = self._steps_before + self._num_steps
         if not num_steps:

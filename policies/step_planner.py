@@ -74,7 +74,7 @@ class StepPlanner:
         self.limit_s = math.inf
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self.places = Places(config.ahead_tokens)
-        self.gathering = Gathering()
+        self.gathering = Gathering(is_on=config.gather)
         self.chunk_wait = chunk_wait
         self._online_decodes, self._num_waiting = BatchShape(), 0
         self._decode_limit = math.inf
@@ -164,9 +164,7 @@ class StepPlanner:
 
         Not when one more would not fit into their prefill step, by time or by the chunk.
         """
-        if not (self._config.gather and self._is_known):
-            return False
-        if not self.gathering.waits(num_offline, num_pooled):
+        if not (self._is_known and self.gathering.waits(num_offline, num_pooled)):
             return False
         lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
         return math.isfinite(lot_s) and lot_s <= self.limit_s - self.view.alone_s

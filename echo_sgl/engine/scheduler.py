@@ -256,7 +256,7 @@ class EchoScheduler(Offers):
         return is_deferred
 
     def _is_full(self, running_batch: ScheduleBatch) -> bool:
-        """Whether a pass would change nothing: nobody has left since the last one found no room."""
+        """Whether a pass would start nobody: none has left since the last one found no room."""
         return (
             running_batch.batch_is_full
             and not running_batch.is_empty()

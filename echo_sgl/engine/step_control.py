@@ -73,7 +73,6 @@ class StepControl:
         self.log = StepLog()
         self.decision_log = DecisionLog.from_environment(rank)
         self.can_park = config.steps.park and can_park
-        self._gathers = config.steps.gather
         self.planner = create_step_planner(
             config,
             estimator,
@@ -122,8 +121,9 @@ class StepControl:
     def _goes_on(self, num_pooled: int) -> bool:
         """Whether nobody starts or sits out and all decode, as was found for an earlier step."""
         running, planner = self._running, self.planner
-        waits = self._gathers and planner.gathering.waits(running.offline.num, num_pooled)
-        if self.parked or (num_pooled and not waits):
+        if self.parked:
+            return False
+        if num_pooled and not planner.gathering.waits(running.offline.num, num_pooled):
             return False
         return planner.holds(
             self._now_s,
@@ -290,9 +290,10 @@ class StepControl:
         self._running.note_end(req)
         self.planner.gathering.note_end()
         terms = terms_of(req, self._now_s)
-        if not terms.is_offline:
-            self.planner.held.end()  # the stall is counted from what online decodes take
-        if not terms.is_offline and req.output_ids:
+        if terms.is_offline:
+            return
+        self.planner.held.end()  # the stall is counted from what online decodes take
+        if req.output_ids:
             self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))
 
     def take_all_parked(self) -> ScheduleBatch | None:

@@ -18,7 +18,7 @@ from echo_sgl.types import Task
 from tests.engine.test_running import decoding, step
 from tests.policies.plans import Clockwork
 
-FULL_LIMITS = SimpleNamespace(is_within=True)
+WITHIN_LIMITS = SimpleNamespace(is_within=True)
 STEP_S = 0.01
 
 
@@ -129,7 +129,7 @@ def test_who_could_start_after_all_is_held_against_a_new_plan(steps: Steps) -> N
     """Full batches are looked at once more when KV over the limit is to be shed."""
     assert steps.begin() == 0
     args: dict[str, Any] = {"online_prefill_waits": False, "last_was_prefill": False}
-    steps.control.defers_prefill(**args, chunked=None, num_pooled=5, limits=FULL_LIMITS)
+    steps.control.defers_prefill(**args, chunked=None, num_pooled=5, limits=WITHIN_LIMITS)
     assert steps.num_plans == 2
 
 

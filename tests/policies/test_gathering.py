@@ -29,9 +29,11 @@ def full(gathering: Gathering, num_started: int = 1) -> Gathering:
     return gathering
 
 
-def steady(ends: int = 1, steps: int = 2, passes: int = 30) -> Gathering:
+def steady(
+    ends: int = 1, steps: int = 2, passes: int = 30, gathering: Gathering | None = None
+) -> Gathering:
     """As it is after many passes between which so many ended in so many steps."""
-    gathering = full(Gathering())
+    gathering = full(gathering or Gathering())
     for _ in range(passes):
         for _ in range(ends):
             gathering.note_end()
@@ -83,6 +85,14 @@ def test_starting_at_once_is_best_for_long_answers_of_few_and_so_it_does():
     gathering = steady(ends=1, steps=1500, passes=5)
     gathering.note_end()
     assert not gathering.waits(1, MANY)
+
+
+def test_switched_off_nobody_waits_and_what_starts_is_learned_all_the_same():
+    on, off = steady(), steady(gathering=Gathering(is_on=False))
+    on.note_end()
+    off.note_end()
+    assert on.waits(64, MANY) and not off.waits(64, MANY)
+    assert on.lot() == off.lot() and on.free_tokens(MANY) == off.free_tokens(MANY) > 0
 
 
 def test_who_has_started_all_or_knows_nothing_does_not_wait():
@@ -170,7 +180,7 @@ def test_it_never_waits_for_longer_than_a_start_costs(events):
 
 def plan_with(new_tokens: int, **given: object):
     plan = planner(**given)
-    plan.gathering = steady()
+    steady(gathering=plan.gathering)
     for _ in range(99):
         plan.gathering.note_pass(prefills(1, new=new_tokens, cached=0), is_full=True)
     plan.gathering.note_end()
