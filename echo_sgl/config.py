@@ -89,7 +89,7 @@ class ReserveConfig:
     coverage: float = _number(0.97, 0.5, 0.999)
     cold_start_share: float = _number(0.25, 0.0, 1.0)
     min_tokens: int = _number(0, 0, 1_000_000_000)
-    max_share: float = _number(0.9, 0.0, 1.0)
+    max_share: float = _number(0.25, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,9 @@ class StepsConfig:
     "slack", no offline request decodes while an online one waits whose first token would come
     later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
     And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
-    online decodes are ahead when an online prefill stops them; a first token that would be late may
-    make them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few tokens
+    online decodes are ahead when an online prefill stops them; a step that only prefills may take
+    all that is more than `reserve_tokens` TPOTs of it. A first token that would be late may make
+    them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few tokens
     left ends before an online prefill makes it late for good. Where online requests hold or wait
     for two thirds of `place_share` of the server's places (`--max-running-requests`), offline work
     gets less beside them, and nothing from `place_share` on; with 0 places do not matter. Where all
@@ -153,6 +154,7 @@ class StepsConfig:
     ttft_margin: float = _number(0.5, 0.0, 1.0)
     slack_pace: float = _number(0.5, 0.0, 1.0)
     slack_share: float = _number(0.1, 0.0, 1.0)
+    reserve_tokens: float = _number(4.0, 0.0, 1000.0)
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
     place_share: float = _number(1.0, 0.0, 1.0)
     ahead_tokens: float = _number(8.0, 0.0, 1000.0)
@@ -179,7 +181,7 @@ class EstimatorConfig:
 
     model: str = _choice("pooled", "pooled", "linear", "bros", "roofline")
     profile: str = _text("")
-    quantile: float = _number(0.95, 0.01, 0.999)
+    quantile: float = _number(0.85, 0.01, 0.999)
     refit_steps: int = _number(500, 0, 1_000_000)
     stale_s: float = _number(60.0, 0.0, 86_400.0)
     error: float = _number(0.0, -0.9, 10.0)

@@ -1,4 +1,4 @@
-"""What offline chunks that are worth a step gain under promises, simulated.
+"""What room offline prefills get under promises, and what that gains, simulated.
 
     python -m eval.chunks --workers 2
 
@@ -61,9 +61,13 @@ LOADS = {
 SLO_FACTORS = {"CPU": "1.5"}
 GPU_SLO_FACTOR = "1.2,1.1"
 SEEDS = (0, 1)
+# Prefill steps then have what decode steps have.
+AS_DECODES = {"reserve_tokens": 1000.0}
 SETTINGS: dict[str, Sections] = {
-    "whatever fits": {"steps": {"chunk_overhead": 0.0}},
-    "worth a step (echo.toml)": {},
+    "whatever fits": {"steps": {"chunk_overhead": 0.0, **AS_DECODES}},
+    "worth a step": {"steps": AS_DECODES},
+    "and of all slack but 4 TPOTs (echo.toml)": {},
+    "and up to 90 % of the KV kept for online peaks": {"reserve": {"max_share": 0.9}},
 }
 
 
@@ -72,7 +76,7 @@ class ChunksOptions:
     """What is simulated."""
 
     name: str = option("chunks", "folder under eval/results/ that takes the results")
-    duration_s: float = option(60.0, "how long online requests keep coming", 1)
+    duration_s: float = option(180.0, "how long online requests keep coming", 1)
     workers: int = option(1, "processes; the results are the same", 1)
 
     def __post_init__(self) -> None:
@@ -150,7 +154,7 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
     head += ["TTFT p99, of the promised", "TPOT p50", "TPOT p99", "offline tokens/s", ""]
     return "\n".join(
         [
-            f"# Chunks worth a step `{config['name']}`: a simulation",
+            f"# Room for offline prefills `{config['name']}`: a simulation",
             "",
             f"    {config['command']}",
             "",

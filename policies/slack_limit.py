@@ -26,12 +26,17 @@ class SlackUse:
     would be late, decodes may fall `lag_s` behind; offline work then waits until they are in
     time again.
 
+    A step that only prefills may take all but `reserve_s` of it. Such steps are rare and have a
+    fixed cost: what a decode may take of the slack at once would cut chunks to a fraction of
+    what there is, and pay that cost for each.
+
     Source: ours; the numbers were found in simulation. Units: seconds.
     """
 
     pace_s: float = math.inf
     share: float = 1.0
     lag_s: float = 0.0
+    reserve_s: float = 0.0
 
     def usable_s(self, slack_s: float) -> float:
         """What a step may take of so much slack."""
@@ -77,7 +82,15 @@ class SlackLimit(StepLimit):
         self._place_share = place_share or math.inf
 
     def limit_s(self, view: OnlineView) -> float:
-        limit_s = super().limit_s(view)
+        return self._near_full(view, super().limit_s(view))
+
+    def prefill_room_s(self, view: OnlineView, limit_s: float) -> float:
+        usable_s = min(self._slack_s(view) - self._use.reserve_s, view.first_due_s - view.now_s)
+        bounded_s = min(usable_s, view.alone_s + self.stall_s)
+        return max(limit_s, self._near_full(view, bounded_s)) - view.alone_s
+
+    def _near_full(self, view: OnlineView, limit_s: float) -> float:
+        """The limit where few places are left: less of what is beyond online decodes alone."""
         left = 1.0 - view.places_taken / self._place_share
         if left >= 1.0 - PLACES_RAMP_SHARE or limit_s <= view.alone_s:
             return limit_s
@@ -116,5 +129,8 @@ class SlackLimit(StepLimit):
         return view.decode_due_s + lag_s - view.now_s - view.alone_s
 
     def _limit_s(self, view: OnlineView) -> float:
-        usable_s = self._use.usable_s(view.decode_due_s - view.now_s)
-        return min(usable_s, view.first_due_s - view.now_s)
+        return min(self._use.usable_s(self._slack_s(view)), view.first_due_s - view.now_s)
+
+    @staticmethod
+    def _slack_s(view: OnlineView) -> float:
+        return view.decode_due_s - view.now_s

@@ -112,6 +112,10 @@ class StepLimit(ABC):
         """What a step that decodes the online requests may take in all; may be negative."""
         return min(self._limit_s(view), view.alone_s + self.stall_s)
 
+    def prefill_room_s(self, view: OnlineView, limit_s: float) -> float:
+        """What a step that only prefills offline work may take: online decodes come after it."""
+        return limit_s - view.alone_s
+
     def decode_limit_s(self, view: OnlineView, limit_s: float) -> float:
         """What a step that decodes both classes may take in all, `limit_s` being its limit."""
         return limit_s

@@ -109,7 +109,12 @@ def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
         stall_s = min(stall_s, steps.stall_share * slo.ttft_s)
     if steps.limit == "slack":
         tpot_s = slo.tpot_s or math.inf
-        use = SlackUse(steps.slack_pace * tpot_s, steps.slack_share, steps.lag_tokens * slo.tpot_s)
+        use = SlackUse(
+            pace_s=steps.slack_pace * tpot_s,
+            share=steps.slack_share,
+            lag_s=steps.lag_tokens * slo.tpot_s,
+            reserve_s=steps.reserve_tokens * tpot_s if steps.reserve_tokens else 0.0,
+        )
         return SlackLimit(
             stall_s,
             margin_s=steps.ttft_margin * slo.ttft_s,

@@ -71,7 +71,7 @@ class StepPlanner:
         # Most limits hold nothing between steps.
         self.keeps_steps = type(limit).note_step is not StepLimit.note_step
         self.view = NOTHING_ONLINE
-        self.limit_s = math.inf
+        self.limit_s = self.prefill_room_s = math.inf
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self.places = Places(config.ahead_tokens)
         self.gathering = Gathering(is_on=config.gather)
@@ -129,6 +129,7 @@ class StepPlanner:
             places_taken=(len(decodes) + num_waiting) / self._max_requests,
         )
         self.limit_s = self.limit.limit_s(self.view)
+        self.prefill_room_s = self.limit.prefill_room_s(self.view, self.limit_s)
         self._decode_limit = self.limit.decode_limit_s(self.view, self.limit_s)
         if is_present:
             self._batch_size.observe(exceeded=alone_s > self.limit_s)
@@ -167,7 +168,7 @@ class StepPlanner:
         if not (self._is_known and self.gathering.waits(num_offline, num_pooled)):
             return False
         lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
-        return math.isfinite(lot_s) and lot_s <= self.limit_s - self.view.alone_s
+        return math.isfinite(lot_s) and lot_s <= self.prefill_room_s
 
     def decodes_first(
         self,
@@ -193,7 +194,7 @@ class StepPlanner:
             self.chunk_wait.interrupt()
             is_due = last_was_prefill and self._decodes_are_due(cached_tokens)
             return is_due or self.limit.lets_end(self.view)
-        room_s = self.limit_s - self.view.alone_s
+        room_s = self.prefill_room_s
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
         if last_was_prefill or not self._smallest_chunk_fits(room_s, cached_tokens):
             return True
@@ -237,6 +238,17 @@ class StepPlanner:
             return _page_aligned(smallest, max_tokens, page_size)
         return tokens if tokens >= smallest else 0
 
+    def keeps_chunk_waiting(self, *, cached_tokens: int, left_tokens: int, page_size: int) -> bool:
+        """Whether an offline request between two chunks waits where steps do both.
+
+        SGLang would have it make progress by a page in each step, at the fixed cost of a
+        prefill, where a decode step may take its time.
+        """
+        chunk_tokens = self.offline_chunk_tokens(
+            BatchShape(), cached_tokens=cached_tokens, max_tokens=left_tokens, page_size=page_size
+        )
+        return not chunk_tokens
+
     def online_chunk_tokens(
         self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int
     ) -> int:
@@ -270,7 +282,7 @@ class StepPlanner:
 
     def room_s(self, shape: BatchShape) -> float:
         """What `shape` may take: online decodes that are not in it have to be made up for."""
-        return self.limit_s if shape.num_decodes else self.limit_s - self.view.alone_s
+        return self.limit_s if shape.num_decodes else self.prefill_room_s
 
     def smallest_chunk_s(
         self, shape: BatchShape, *, max_tokens: float = math.inf, cached_tokens: int = 0

@@ -85,7 +85,7 @@ def test_who_finds_no_slot_is_told_how_many_run(control, params):
 
 
 def test_who_finds_no_time_is_told_the_limit_and_what_it_would_take(control):
-    control.planner.limit_s = 0.25
+    control.planner.limit_s = control.planner.prefill_room_s = 0.25
     control.refuse_for_time("waits", BatchShape(), max_tokens=10)
     told = held_back("waits", control.refusal, num_before=0)
     assert told == {

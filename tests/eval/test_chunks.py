@@ -12,12 +12,13 @@ OPTIONS = ChunksOptions(duration_s=20.0)
 
 
 def test_on_a_gpu_they_bring_the_job_further_within_the_promises():
-    short, worth = (
+    short, worth, ahead, _ = (
         run_point(OPTIONS, Point("H200, 64 places", "llm-d", 8.0, 0, setting))
         for setting in SETTINGS
     )
     assert worth["offline_tokens_per_s"] > 1.15 * short["offline_tokens_per_s"]
-    assert min(row["kept"] for row in (short, worth)) > 0.98
+    assert ahead["offline_tokens_per_s"] > 1.05 * worth["offline_tokens_per_s"]
+    assert min(row["kept"] for row in (short, worth, ahead)) > 0.98
     again = run_point(OPTIONS, Point("H200, 64 places", "llm-d", 8.0, 0, "whatever fits"))
     assert short == again
 

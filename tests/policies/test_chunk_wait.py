@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import parse_config
+from echo_sgl.config import SloConfig, parse_config
 from echo_sgl.policies.chunk_wait import (
     CACHED_TOKENS,
     GROWTH,
@@ -209,3 +209,19 @@ def test_no_chunk_is_waited_for_that_the_config_would_cut():
     ]
     lengths = [plan.chunk_wait.tokens(plan.estimator.upper, STALL_S, 0) for plan in plans]
     assert lengths[0] > 128 >= lengths[1]
+
+
+def test_a_chunk_may_take_what_decodes_would_leave_for_later():
+    """A decode step may take 48 of 800 ms; a prefill all but 400 ms and two decodes."""
+    plan = planner(
+        slo=SloConfig(ttft_s=100.0, tpot_s=0.1), slack_pace=0.0, slack_share=0.06, reserve_tokens=4
+    )
+    begin(plan, decodes=2, due_in_s=0.8)
+    chunk = {"cached_tokens": 0, "max_tokens": 500, "page_size": 1}
+    assert plan.limit_s == pytest.approx(0.048)
+    assert plan.offline_chunk_tokens(BatchShape(), **chunk) == pytest.approx(380, abs=1)
+    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
+    beside = BatchShape()
+    beside.add_decode(100)
+    # One step for both is as long as online decodes wait for their next token.
+    assert plan.offline_chunk_tokens(beside, **chunk) == 0

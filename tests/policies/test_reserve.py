@@ -81,7 +81,7 @@ def test_a_full_pool_leaves_offline_nothing_rather_than_less():
 
 
 def test_one_offline_request_alone_may_have_all_but_min_tokens():
-    made = reserve(1e30, online=3000, min_tokens=500)
+    made = reserve(1e30, online=3000, min_tokens=500, max_share=0.9)
     assert made.offline_limit_tokens(0.0) == 0
     assert made.offline_limit_tokens(0.0, is_alone=True) == 10_000 - 3000 - 500
 

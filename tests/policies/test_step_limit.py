@@ -285,3 +285,51 @@ def test_more_slack_is_never_less_time_and_never_more_than_there_is(slack_s, mor
     less = limit.limit_s(view(decode_due_s=100 + slack_s))
     assert less <= slack_s + 1e-9
     assert less <= limit.limit_s(view(decode_due_s=100 + slack_s + more_s)) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("slack_s", "room_s"),
+    [
+        (0.3, 0.055),  # as a decode: 0.05 + a tenth of the rest, less what online decodes take
+        (0.5, 0.08),  # all but 4 TPOTs
+        (0.9, 0.48),
+    ],
+)
+def test_a_step_that_only_prefills_takes_all_the_slack_but_what_is_kept_for_online_prefills(
+    slack_s, room_s
+):
+    limit, ahead = echo_limit(), view(decode_due_s=100 + slack_s, alone_s=0.02)
+    assert limit.prefill_room_s(ahead, limit.limit_s(ahead)) == pytest.approx(room_s)
+
+
+def test_room_for_a_prefill_is_bounded_as_a_step_is():
+    steps = StepsConfig(limit="slack", max_stall_s=0.3, stall_share=1.0)
+    limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
+    for others, room_s in (
+        ({}, 0.3),
+        ({"first_due_s": 100.25}, 0.23),
+        ({"places_taken": 2 / 3}, 0.3),
+        ({"places_taken": 5 / 6}, 0.15),
+    ):
+        ahead = view(decode_due_s=110.0, alone_s=0.02, **others)
+        assert limit.prefill_room_s(ahead, limit.limit_s(ahead)) == pytest.approx(room_s)
+
+
+@given(slack_s=st.floats(-1, 10), more_s=st.floats(0, 1), alone_s=st.floats(0, 0.2))
+def test_a_prefill_has_no_less_room_than_a_decode_step_and_never_more_than_there_is(
+    slack_s, more_s, alone_s
+):
+    limit = echo_limit()
+    ahead = view(decode_due_s=100 + slack_s, alone_s=alone_s)
+    room_s = limit.prefill_room_s(ahead, limit.limit_s(ahead))
+    assert limit.limit_s(ahead) - alone_s <= room_s + 1e-9
+    assert room_s <= slack_s - alone_s + 1e-9
+    further = view(decode_due_s=100 + slack_s + more_s, alone_s=alone_s)
+    assert room_s <= limit.prefill_room_s(further, limit.limit_s(further)) + 1e-9
+
+
+@pytest.mark.parametrize("name", ["relative", "budget", "off"])
+def test_other_limits_hold_a_prefill_as_any_step(name):
+    limit = create_step_limit(StepsConfig(limit=name), SloConfig())
+    ahead = view(decode_due_s=110.0, alone_s=0.02)
+    assert limit.prefill_room_s(ahead, 0.07) == pytest.approx(0.05)
