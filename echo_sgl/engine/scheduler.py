@@ -241,7 +241,9 @@ class EchoScheduler(Offers):
             if super()._should_defer_prefill(running_batch):
                 return True
             if self.is_mixed_chunk:
-                return False
+                return not self.waiting_queue and control.keeps_chunk_waiting(
+                    self.chunked_req, self.kv_limits, self.page_size
+                )
             is_full = is_full and self.kv_limits.is_within  # else a pass sheds
             is_deferred = is_full or control.defers_prefill(
                 online_prefill_waits=self._online_prefill_waits(),

@@ -187,6 +187,24 @@ class StepControl:
             self.refuse_for_time(None, BatchShape())
         return is_deferred
 
+    def keeps_chunk_waiting(self, chunked: Req | None, limits: KvLimits, page_size: int) -> bool:
+        """Whether an offline request waits for its next chunk while all others decode.
+
+        For steps that do both, where no online request waits.
+        """
+        if chunked is None or not terms_of(chunked, self._now_s).is_offline or not limits.is_within:
+            return False
+        if not self._is_planned:
+            self._plan((), None)
+        waits = self.planner.keeps_chunk_waiting(
+            cached_tokens=chunked.extend_end,
+            left_tokens=chunked.seqlen - chunked.extend_end,
+            page_size=page_size,
+        )
+        if waits:
+            self.refuse_for_time(None, BatchShape())
+        return waits
+
     def refuse(self, reason: Reason, rid: str | None, **facts: float) -> None:
         """Note why a request waits; the next refusal takes this one's place."""
         self.refusal = Refusal(reason, rid, facts)

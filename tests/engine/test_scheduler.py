@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import httpx
 import pytest
 
 from eval.server import LOCAL, Server
+from eval.step_shares import step_rows
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -25,6 +27,9 @@ from tests.engine.traffic import (
 from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 pytestmark = pytest.mark.server
+
+# What makes requests come back, by the names of a step's columns.
+INTERRUPTIONS = ("num_retractions", "num_prefill_parks", "num_parks")
 
 
 def mixed_bodies(*, seed: int = 1) -> list[dict[str, object]]:
@@ -70,6 +75,26 @@ def test_outputs_stay_the_same_under_every_kind_of_step(server_for, stock_texts,
         prompt_tokens = sum(answer.json()["usage"]["prompt_tokens"] for answer in answers)
         assert metric(server, "echo_sgl_prompt_tokens_total") >= prompt_tokens
         wait_until(lambda: is_idle(server), "the server is idle")
+        check_chunks_beside_online_decodes(server)
+
+
+def check_chunks_beside_online_decodes(server: Server) -> None:
+    """What has no room for a chunk waits: no step of both is paid for a page of one."""
+    texts_of_64_tokens = documents(6, 80, seed=5)
+    online = [completion(text, 250) for text in texts_of_64_tokens]
+    offline = [completion(text, 8, **FLEX) for text in documents(12, 400, seed=6)]
+
+    async def run() -> list[list[httpx.Response]]:
+        return await asyncio.gather(send_all(server, online), send_all(server, offline))
+
+    began_s = time.monotonic()
+    for answers in asyncio.run(run()):
+        assert {answer.status_code for answer in answers} == {200}
+    rows = step_rows(server, time.monotonic() - began_s)
+    short = [row for row in rows if row["num_prefills"] and row["prefill_tokens"] < 64]
+    interrupted = sum(max(row[name] for row in rows) for name in INTERRUPTIONS)
+    # The rest of a prompt may be short, and so may be what somebody who comes back has lost.
+    assert len(short) <= len(offline) + interrupted
 
 
 def test_two_thousand_pooled_requests_survive_aborts_and_a_flush(server_for, write_config):
