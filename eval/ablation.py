@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 from rich.console import Console
 
 from eval.ablation_arms import with_promises
@@ -222,6 +223,7 @@ class Ablation:
         for phase, records in zip(PHASES, (run.online, run.ceiling, run.mixed), strict=True):
             if records:
                 write_records(self.store.raw_path(f"{name}-{phase}", repetition), records)
+        self._log_path(f"{name}-{repetition}-steps.json").write_bytes(orjson.dumps(run.steps))
         figures = run_figures(
             run,
             slo,
@@ -252,9 +254,14 @@ class Ablation:
         return next((tree["ceiling"] for tree in runs), None)
 
     def _start(self, arm: Arm, name: str, repetition: int) -> Server:
-        log_path = LOGS_DIR / f"{self.store.folder.name}-{name}-{repetition}.log"
+        log_path = self._log_path(f"{name}-{repetition}.log")
         args = (*self._load_args, *server_args(self.options, arm))
         return start_server(self._model, args, config=arm.config, log_path=log_path)
+
+    def _log_path(self, name: str) -> Path:
+        """For who wants to look closer: not kept with the results."""
+        LOGS_DIR.mkdir(parents=True, exist_ok=True)
+        return LOGS_DIR / f"{self.store.folder.name}-{name}"
 
     def _write_summary(self) -> None:
         """The tables of all that was measured so far."""

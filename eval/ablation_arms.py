@@ -28,10 +28,19 @@ def error_arm_name(error: float) -> str:
     return f"error{error:+.0%}".replace("%", "")
 
 
-ABLATION_ARMS: dict[str, Arm] = {
+def mixed(arm: Arm) -> Arm:
+    """The arm on a server whose steps prefill and decode at once."""
+    return dataclasses.replace(arm, args=(*arm.args, "--enable-mixed-chunk"))
+
+
+_COMPARED = {
     "stock": ARMS["stock"],
     BASE_ARM: ARMS[BASE_ARM],
     **{name: preset_arm(name) for name in PRESETS},
+}
+ABLATION_ARMS: dict[str, Arm] = {
+    **_COMPARED,
+    **{f"{name}-mixed": mixed(arm) for name, arm in _COMPARED.items()},
     **{error_arm_name(error): preset_arm("echo", estimator={"error": error}) for error in ERRORS},
 }
 

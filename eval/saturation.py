@@ -11,6 +11,7 @@ from eval.server import Server
 from eval.workloads import WorkloadError
 
 CUT = 0.1
+MIN_SPAN = 0.25
 WARM_UP_REQUESTS = 8
 WARM_UP_LIMIT_S = 120.0
 
@@ -32,12 +33,15 @@ async def saturate(
 def saturation_rps(records: Sequence[Record]) -> float:
     """Answers a second between the first and the last tenth of the answers.
 
-    Errors: `WorkloadError` when there are too few to tell.
+    Errors: `WorkloadError` when there are too few to tell, or they came in so few lots, as
+    requests of one length do, that what is between two of them is no rate.
     """
+    began_s = min((r.sent_s for r in records if r.sent_s is not None), default=0.0)
     ends = sorted(r.end_s for r in records if r.status is Status.OK and r.end_s is not None)
     num_cut = math.ceil(len(ends) * CUT)
     middle = ends[num_cut : len(ends) - num_cut]
-    if len(middle) < 2 or middle[-1] <= middle[0]:
+    is_short = len(middle) < 2 or middle[-1] - middle[0] < MIN_SPAN * (ends[-1] - began_s)
+    if is_short:
         errors = {record.error for record in records if record.error}
         raise WorkloadError(
             f"only {len(ends)} of {len(records)} calibration requests were answered"

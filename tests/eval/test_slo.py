@@ -105,6 +105,14 @@ def test_saturation_is_the_rate_of_answers_without_start_and_end() -> None:
     assert saturation_rps(ragged) == pytest.approx(4.0)
 
 
+def test_answers_in_few_lots_are_no_rate() -> None:
+    """Between the first and the last tenth of the answers nearly all came at once."""
+    ends_s = [12.0] * 8 + [14.0 + n / 1000 for n in range(64)] + [16.0] * 8
+    lots = [online(end_s=end_s) for end_s in ends_s]
+    with pytest.raises(WorkloadError, match=r"80 of 80 .*raise --calibrate-s"):
+        saturation_rps(lots)
+
+
 def test_saturation_of_a_server_that_answers_nothing_says_what_it_answered() -> None:
     failed = [online(status=Status.ERROR, error="HTTP 500: out of memory")] * 5
     with pytest.raises(WorkloadError, match=r"only 0 of 5 .*out of memory; raise --calibrate-s"):
