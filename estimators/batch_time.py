@@ -27,6 +27,16 @@ class StepPredictor(Protocol):
     def predict_s(self, step: Step) -> float: ...
 
 
+class StepEstimator(StepPredictor, Protocol):
+    """What a scheduler asks: seconds a step takes, and at most takes."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def upper(self) -> StepPredictor: ...
+
+
 def create_batch_time(
     name: str,
     *,

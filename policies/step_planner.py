@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
-from echo_sgl.batch_shape import BatchRow, BatchShape, Step
+from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.config import StepsConfig
-from echo_sgl.estimators.batch_time import StepPredictor, longest_prefill, prefill_alone_s
+from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
 from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.chunk_wait import ChunkWait
 from echo_sgl.policies.contexts import Contexts
@@ -29,18 +28,6 @@ from echo_sgl.policies.step_limit import (
     OnlineView,
     StepLimit,
 )
-
-
-class StepEstimator(Protocol):
-    """What the planner asks: seconds a step takes, and at most takes."""
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def upper(self) -> StepPredictor: ...
-
-    def predict_s(self, step: Step) -> float: ...
 
 
 class StepPlanner:
@@ -238,7 +225,7 @@ class StepPlanner:
             return _page_aligned(smallest, max_tokens, page_size)
         return tokens if tokens >= smallest else 0
 
-    def keeps_chunk_waiting(self, *, cached_tokens: int, left_tokens: int, page_size: int) -> bool:
+    def keeps_chunk_waiting(self, cached_tokens: int, left_tokens: int, page_size: int) -> bool:
         """Whether an offline request between two chunks waits where steps do both.
 
         SGLang would have it make progress by a page in each step, at the fixed cost of a

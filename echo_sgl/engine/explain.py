@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.places import queued
-from echo_sgl.engine.refusals import GATHERING, Reason, Refusal
+from echo_sgl.engine.refusals import GATHERING, Reason, Refusal, limit_facts
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.offer_size import MAX_OFFERED
@@ -171,9 +171,7 @@ def _parked(scheduler: EchoScheduler, req: Any) -> dict[str, Any] | None:
     planner, since_s = scheduler.step_control.planner, terms_of(req).waiting_since_s
     now_s = scheduler.echo_clock.now_s
     facts = {
-        "limit_s": planner.limit_s,
-        "slack_s": planner.slack_s,
-        "places_taken": planner.view.places_taken,
+        **limit_facts(planner),
         "with_decode_s": planner.with_decode_s(req.seqlen),
         "parked_for_s": now_s - since_s if since_s is not None else math.inf,
     }

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from echo_sgl.policies.step_planner import StepPlanner
+
 Facts = Mapping[str, float]
 
 
@@ -46,6 +48,15 @@ class Refusal:
     reason: Reason
     rid: str | None = None
     facts: Facts = field(default_factory=dict)
+
+
+def limit_facts(planner: StepPlanner) -> dict[str, float]:
+    """What a step may take, and why that much."""
+    return {
+        "limit_s": planner.limit_s,
+        "slack_s": planner.slack_s,
+        "places_taken": planner.view.places_taken,
+    }
 
 
 # One for all steps, since most of them have it; what decides is asked for when somebody looks.

@@ -21,7 +21,7 @@ from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
 from echo_sgl.engine.places import new_tokens, placed, queued
-from echo_sgl.engine.refusals import GATHERING, Reason, Refusal
+from echo_sgl.engine.refusals import GATHERING, Reason, Refusal, limit_facts
 from echo_sgl.engine.retraction import first_out, uncached_tokens
 from echo_sgl.engine.rolling_max import RollingMax
 from echo_sgl.engine.running import Running, offline_of
@@ -194,16 +194,12 @@ class StepControl:
         """
         if chunked is None or not terms_of(chunked, self._now_s).is_offline or not limits.is_within:
             return False
-        if not self._is_planned:
-            self._plan((), None)
-        waits = self.planner.keeps_chunk_waiting(
-            cached_tokens=chunked.extend_end,
-            left_tokens=chunked.seqlen - chunked.extend_end,
-            page_size=page_size,
-        )
-        if waits:
-            self.refuse_for_time(None, BatchShape())
-        return waits
+        cached_tokens = chunked.extend_end
+        left_tokens = chunked.seqlen - cached_tokens
+        if not self.planner.keeps_chunk_waiting(cached_tokens, left_tokens, page_size):
+            return False
+        self.refuse_for_time(None, BatchShape())
+        return True
 
     def refuse(self, reason: Reason, rid: str | None, **facts: float) -> None:
         """Note why a request waits; the next refusal takes this one's place."""
@@ -213,18 +209,10 @@ class StepControl:
         self, rid: str | None, shape: BatchShape, *, max_tokens: float = math.inf, cached: int = 0
     ) -> None:
         """Note that not even its smallest chunk fits into the step, or not one that is worth it."""
-        planner = self.planner
-        chunk_s = planner.smallest_chunk_s(shape, max_tokens=max_tokens, cached_tokens=cached)
-        self.refuse(
-            Reason.LIMIT,
-            rid,
-            limit_s=planner.limit_s,
-            slack_s=planner.slack_s,
-            places_taken=planner.view.places_taken,
-            room_s=planner.room_s(shape),
-            smallest_chunk_s=chunk_s,
-            **planner.chunk_wait.facts,
-        )
+        chunk_s = self.planner.smallest_chunk_s(shape, max_tokens=max_tokens, cached_tokens=cached)
+        facts = {"room_s": self.planner.room_s(shape), "smallest_chunk_s": chunk_s}
+        chunk_wait = self.planner.chunk_wait.facts
+        self.refuse(Reason.LIMIT, rid, **limit_facts(self.planner), **facts, **chunk_wait)
 
     def select_decodes(self, batch: ScheduleBatch) -> None:
         """Let as many offline requests decode in this step as fit; the others sit out."""

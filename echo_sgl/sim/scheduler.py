@@ -187,8 +187,6 @@ class SimScheduler:
         self.results.longest_queue = max(self.results.longest_queue, len(self.waiting))
 
     def defers_prefill(self) -> bool:
-        if self.config.enable_mixed_chunk:
-            return self._keeps_chunk_waiting()
         planner, chunked, num_pooled = self.planner, self.chunked, len(self.pool)
         if not (self.waiting or chunked) and planner.gathers(len(self.offline), num_pooled):
             return True
@@ -198,16 +196,6 @@ class SimScheduler:
             last_was_prefill=self.last_was_prefill,
             cached_tokens=chunked.computed_tokens if chunked else 0,
             left_tokens=left_tokens,
-        )
-
-    def _keeps_chunk_waiting(self) -> bool:
-        chunked = self.chunked
-        if chunked is None or not chunked.is_offline or self.waiting:
-            return False
-        return self.planner.keeps_chunk_waiting(
-            cached_tokens=chunked.computed_tokens,
-            left_tokens=chunked.left_tokens,
-            page_size=self.config.page_tokens,
         )
 
     def select_decodes(self) -> None:

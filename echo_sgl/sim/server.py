@@ -241,7 +241,7 @@ class SimServer:
             scheduler.make_decode_room()
         can_prefill = scheduler.waiting or scheduler.chunked or len(scheduler.pool)
         plan: StepPlan | None = None
-        if can_prefill and not scheduler.defers_prefill():
+        if can_prefill and not self._defers_prefill():
             plan = PrefillPass(scheduler).run()
         else:
             scheduler.shed()
@@ -251,6 +251,17 @@ class SimServer:
             scheduler.select_decodes()
         scheduler.make_decode_room()
         return scheduler.plan_decode()
+
+    def _defers_prefill(self) -> bool:
+        scheduler = self.scheduler
+        if not self.config.enable_mixed_chunk:
+            return scheduler.defers_prefill()
+        chunked = scheduler.chunked
+        if chunked is None or not chunked.is_offline or scheduler.waiting:
+            return False
+        return scheduler.planner.keeps_chunk_waiting(
+            chunked.computed_tokens, chunked.left_tokens, self.config.page_tokens
+        )
 
     def _device_s(self, plan: StepPlan) -> float:
         time_s = self.config.device.predict_s(plan.row)
