@@ -41,7 +41,8 @@ class PooledBatchTime(BatchTimeModel):
 
     T_p and T_d are fitted to steps that only prefill and only decode, r to mixed steps; r
     is 1 (the whole sum) where none was measured. A server with mixed chunks hardly ever only
-    prefills: where a pure kind is too rare, all steps are fitted at once, as such a sum.
+    prefills: where a pure kind is too rare, all steps are fitted at once, as such a sum; and
+    where mixed steps outnumber those that only prefill, if that has the smaller mean error.
 
     Source: Echo eq. 6-8; the knees, the cached prefix and the batch-size terms are ours.
     Units:  tokens in, seconds out.
@@ -118,13 +119,16 @@ class PooledBatchTime(BatchTimeModel):
             if is_mixed.sum() < MIN_SAMPLES:
                 raise
             return *_fit_whole(batch, num_decodes, times_s, knee=decode[-1]), 1.0
-        prefill = _fit_prefill(columns_of(rows[is_prefill]), times_s[is_prefill])
-        mixed = columns_of(rows[is_mixed])
-        *weights, knee = prefill
-        prefill_s = weighted_sum(weights, _prefill(mixed, knee))
-        *weights, knee = decode
-        decode_s = weighted_sum(weights, _decode(mixed, num_decodes[is_mixed], knee))
-        return *prefill, *decode, _mixing(prefill_s, decode_s, times_s[is_mixed])
+        apart = _fit_apart(rows, num_decodes, times_s, decode)
+        if is_mixed.sum() <= is_prefill.sum():
+            return apart
+        whole = *_fit_whole(batch, num_decodes, times_s, knee=decode[-1]), 1.0
+
+        def mean_error(values: Sequence[float]) -> float:
+            model = self.with_coefficients(dict(zip(self.COEFFICIENTS, values, strict=True)))
+            return float(np.abs(model._predict_columns(batch, num_decodes) / times_s - 1.0).mean())
+
+        return min(apart, whole, key=mean_error)
 
 
 def _prefill(batch: Any, knee: float) -> tuple[Any, ...]:
@@ -156,6 +160,20 @@ def _fit_decode(batch: Any, num_decodes: FloatArray, times_s: FloatArray) -> lis
         num_decodes, KNEES_REQUESTS, others, times_s
     )
     return [longest, context, below, beyond, step, knee]
+
+
+def _fit_apart(
+    rows: FloatArray, num_decodes: FloatArray, times_s: FloatArray, decode: Sequence[float]
+) -> tuple[float, ...]:
+    """Prefills by steps that only prefill, how they mix by mixed ones; `decode` is known."""
+    is_prefill, _, is_mixed = kinds_of(rows).values()
+    prefill = _fit_prefill(columns_of(rows[is_prefill]), times_s[is_prefill])
+    mixed = columns_of(rows[is_mixed])
+    *weights, knee = prefill
+    prefill_s = weighted_sum(weights, _prefill(mixed, knee))
+    *weights, knee = decode
+    decode_s = weighted_sum(weights, _decode(mixed, num_decodes[is_mixed], knee))
+    return *prefill, *decode, _mixing(prefill_s, decode_s, times_s[is_mixed])
 
 
 def _fit_whole(

@@ -153,6 +153,25 @@ def test_pooled_learns_a_kind_that_hardly_occurs_alone_from_mixed_steps(pure):
     assert model.coefficients_["mixing"] == 1.0
 
 
+def test_pooled_does_not_take_a_few_odd_prefills_for_what_mixed_steps_show():
+    """A few steps that only prefilled, all slow for another reason, beside hundreds of both."""
+    truth = true_model("pooled").with_coefficients(
+        {**true_model("pooled").coefficients_, "mixing": 1.0}
+    )
+    rows = np.concatenate(
+        [
+            random_rows(24, seed=6, kinds=(StepKind.PREFILL,)),
+            random_rows(400, seed=7, kinds=(StepKind.MIXED, StepKind.DECODE)),
+        ]
+    )
+    times_s = truth.predict_rows_s(rows)
+    times_s[:24] = np.random.default_rng(8).uniform(1.0, 30.0, 24) * times_s[:24].mean()
+    model = unfitted("pooled").fit(rows, times_s)
+    unseen = random_rows(300, seed=9, kinds=(StepKind.MIXED, StepKind.DECODE))
+    errors = held_out_errors(model, (unseen, truth.predict_rows_s(unseen)))
+    assert max(one.mape for one in errors.values()) < 0.2
+
+
 def test_pooled_refuses_a_mixing_above_one():
     with pytest.raises(ValueError, match=r"coefficients\.mixing is 1\.5; above 1"):
         predicted_s("pooled", [], mixing=1.5)
