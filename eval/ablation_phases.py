@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from dataclasses import dataclass, field
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.ablation_options import AblationOptions
@@ -16,7 +18,7 @@ from eval.corun_phases import empty_cache, offline_alone, online_alone, together
 from eval.machine import probe_s
 from eval.mix import Mix
 from eval.records import Record
-from eval.server import LOCAL, Server
+from eval.server import LOCAL, Server, ServerStartError
 from eval.step_shares import Row, step_rows
 
 # What an Echo server tells of its online requests' waits in the last minute.
@@ -55,6 +57,17 @@ def run_reference(server: Server, arm: Arm, mix: Mix, options: AblationOptions) 
     return asyncio.run(online_alone(server, arm, mix, options))
 
 
+def settle(server: Server) -> None:
+    """Wait until a server has noticed that nobody waits for what it still does.
+
+    Where several share an accelerator, the next one's phases would begin beside that.
+    """
+    try:
+        empty_cache(server)
+    except (ServerStartError, httpx.HTTPError) as error:
+        print(f"still busy, and the next arm beside it: {error}", file=sys.stderr)
+
+
 def run_arm(
     server: Server, arm: Arm, mix: Mix, options: AblationOptions, *, has_ceiling: bool
 ) -> ArmRun:
@@ -79,9 +92,7 @@ def run_arm(
     steps = step_rows(server, ended_s - began_s[-1])
     time.sleep(COUNTED_AFTER_S)
     after = _metrics(server)
-    # A server goes on with lines that nobody waits for until it notices. Where several share an
-    # accelerator, the next one's phases would begin beside it.
-    empty_cache(server)
+    settle(server)
     old, new = parse_counters(before), parse_counters(after)
     grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
     spans_s = dict(zip(PHASES, itertools.pairwise([*began_s, ended_s]), strict=True))

@@ -11,7 +11,8 @@ from eval.server import Server
 from eval.workloads import WorkloadError
 
 CUT = 0.1
-MIN_SPAN = 0.25
+# Between two lots of answers the rate is many times that of all until then.
+MAX_RATE_RATIO = 1.5
 WARM_UP_REQUESTS = 8
 WARM_UP_LIMIT_S = 120.0
 
@@ -40,11 +41,16 @@ def saturation_rps(records: Sequence[Record]) -> float:
     ends = sorted(r.end_s for r in records if r.status is Status.OK and r.end_s is not None)
     num_cut = math.ceil(len(ends) * CUT)
     middle = ends[num_cut : len(ends) - num_cut]
-    is_short = len(middle) < 2 or middle[-1] - middle[0] < MIN_SPAN * (ends[-1] - began_s)
-    if is_short:
+    if len(middle) < 2 or middle[-1] <= middle[0]:
         errors = {record.error for record in records if record.error}
         raise WorkloadError(
             f"only {len(ends)} of {len(records)} calibration requests were answered"
             f"{': ' + min(errors) if errors else ''}; raise --calibrate-s"
         )
-    return (len(middle) - 1) / (middle[-1] - middle[0])
+    rps = (len(middle) - 1) / (middle[-1] - middle[0])
+    if rps > MAX_RATE_RATIO * (num_cut + len(middle)) / (middle[-1] - began_s):
+        raise WorkloadError(
+            f"{len(ends)} calibration requests were answered in so few lots that their rate cannot "
+            "be told; raise --calibrate-s and --calibration-requests"
+        )
+    return rps

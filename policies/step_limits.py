@@ -113,7 +113,7 @@ def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
             pace_s=steps.slack_pace * tpot_s,
             share=steps.slack_share,
             lag_s=steps.lag_tokens * slo.tpot_s,
-            reserve_s=steps.reserve_tokens * tpot_s if steps.reserve_tokens else 0.0,
+            reserve_s=steps.reserve_tokens * slo.tpot_s,
         )
         return SlackLimit(
             stall_s,

@@ -225,14 +225,16 @@ class StepPlanner:
             return _page_aligned(smallest, max_tokens, page_size)
         return tokens if tokens >= smallest else 0
 
-    def keeps_chunk_waiting(self, cached_tokens: int, left_tokens: int, page_size: int) -> bool:
+    def keeps_chunk_waiting(
+        self, decodes: BatchShape, cached_tokens: int, left_tokens: int, page_size: int
+    ) -> bool:
         """Whether an offline request between two chunks waits where steps do both.
 
         SGLang would have it make progress by a page in each step, at the fixed cost of a
         prefill, where a decode step may take its time.
         """
         chunk_tokens = self.offline_chunk_tokens(
-            BatchShape(), cached_tokens=cached_tokens, max_tokens=left_tokens, page_size=page_size
+            decodes, cached_tokens=cached_tokens, max_tokens=left_tokens, page_size=page_size
         )
         return not chunk_tokens
 

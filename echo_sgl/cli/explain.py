@@ -95,8 +95,11 @@ def _waits_for(reason: Facts, who: str) -> str:
 
 def _limit(facts: Facts) -> str:
     text = f"for time (limit): a step may take {_seconds(facts['limit_s'])}"
-    if facts.get("room_s") is not None and facts["room_s"] != facts["limit_s"]:
-        text += f", of which {_seconds(facts['room_s'])} are left for prefill"
+    limit_s, room_s = facts["limit_s"], facts.get("room_s")
+    if room_s is not None and limit_s is not None and room_s > limit_s:
+        text += f", one that only prefills {_seconds(room_s)}"
+    elif room_s is not None and room_s != limit_s:
+        text += f", of which {_seconds(room_s)} are left for prefill"
     if facts.get("slack_s") is not None:
         text += f", the next online token is due in {_seconds(facts['slack_s'])}"
     if facts.get("places_taken"):

@@ -46,12 +46,13 @@ def is_held_back(req: Req) -> bool:
 class EchoSchedulePolicy(SchedulePolicy):
     """SGLang's own order for the online requests; offline candidates stay behind them.
 
-    `offered` and `offline_chunk_tokens` are set by the scheduler before each prefill pass;
-    `planner` says how long a chunk may be.
+    `offered`, `offline_chunk_tokens` and `decodes` (beside the prefills of the step) are set by the
+    scheduler before each prefill pass; `planner` says how long a chunk may be.
     """
 
     offered: tuple[Req, ...] = ()
     offline_chunk_tokens: int | None = None
+    decodes = BatchShape()
     planner: StepPlanner
 
     def calc_priority(
@@ -72,7 +73,7 @@ class EchoSchedulePolicy(SchedulePolicy):
             self.planner.offline_chunk_tokens
             if is_offline(chunked_req)
             else self.planner.online_chunk_tokens,
-            BatchShape(),
+            self.decodes,
             cached_tokens=int(chunked_req.prefix_len),
             page_size=page_size,
         )

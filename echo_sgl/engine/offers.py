@@ -40,6 +40,23 @@ class Offers(PoolIntake):
         num_running = sum(is_offline(req) for req in (*running_batch.reqs, *chunked))
         return num_running + len(self.step_control.parked)
 
+    def _decodes_of_mixed_step(self, running_batch: ScheduleBatch) -> BatchShape:
+        """What decodes beside the prefills that are being admitted: nothing, unless mixed."""
+        shape = BatchShape()
+        if self.is_mixed_chunk:
+            for req in running_batch.reqs:
+                shape.add_decode(req.seqlen)
+        return shape
+
+    def _keeps_chunk_waiting(self, running_batch: ScheduleBatch) -> bool:
+        """Whether an offline request waits for its next chunk while all others decode."""
+        req = self.chunked_req
+        sheds = self.kv_limits.excess_tokens(self._num_offline(running_batch)) > 0
+        if req is None or not is_offline(req) or self.waiting_queue or sheds:
+            return False
+        decodes = self._decodes_of_mixed_step(running_batch)
+        return self.step_control.keeps_chunk_waiting(req, decodes, self.page_size)
+
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""
         num_free = max(0, self.get_num_allocatable_reqs(len(running_batch.reqs)))

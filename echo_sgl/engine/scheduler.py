@@ -18,7 +18,6 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 from sglang.srt.runtime_context import get_observability, get_parallel
 
-from echo_sgl.batch_shape import BatchShape
 from echo_sgl.engine.admission import (
     EchoPrefillAdder,
     EchoSchedulePolicy,
@@ -241,18 +240,17 @@ class EchoScheduler(Offers):
             if super()._should_defer_prefill(running_batch):
                 return True
             if self.is_mixed_chunk:
-                return not self.waiting_queue and control.keeps_chunk_waiting(
-                    self.chunked_req, self.kv_limits, self.page_size
+                is_deferred = self._keeps_chunk_waiting(running_batch)
+            else:
+                is_full = is_full and self.kv_limits.is_within  # else a pass sheds
+                is_deferred = is_full or control.defers_prefill(
+                    online_prefill_waits=self._online_prefill_waits(),
+                    last_was_prefill=self.last_batch is not None
+                    and self.last_batch.forward_mode.is_extend(),
+                    chunked=self.chunked_req,
+                    num_pooled=num_pooled,
+                    limits=self.kv_limits,
                 )
-            is_full = is_full and self.kv_limits.is_within  # else a pass sheds
-            is_deferred = is_full or control.defers_prefill(
-                online_prefill_waits=self._online_prefill_waits(),
-                last_was_prefill=self.last_batch is not None
-                and self.last_batch.forward_mode.is_extend(),
-                chunked=self.chunked_req,
-                num_pooled=num_pooled,
-                limits=self.kv_limits,
-            )
         if is_deferred:
             self._take_in_compiled()
         return is_deferred
@@ -295,6 +293,7 @@ class EchoScheduler(Offers):
             self._park_offline_chunk()
             self._shed_offline(running_batch)
             self.policy.offline_chunk_tokens = self._offline_chunk_tokens()
+            self.policy.decodes = self._decodes_of_mixed_step(running_batch)
             self.policy.offered = () if was_full else self._offer(running_batch)
             self.waiting_queue.extend(self.policy.offered)
         batch, running_batch = super()._get_new_batch_prefill_raw(
@@ -365,14 +364,6 @@ class EchoScheduler(Offers):
             return []
         batch = self.result_queue[-1][0]
         return batch.reqs if batch.forward_mode.is_extend() else []
-
-    def _decodes_of_mixed_step(self, running_batch: ScheduleBatch) -> BatchShape:
-        """What decodes beside the prefills that are being admitted: nothing, unless mixed."""
-        shape = BatchShape()
-        if self.is_mixed_chunk:
-            for req in running_batch.reqs:
-                shape.add_decode(req.seqlen)
-        return shape
 
     def _new_adder(self, *args: Any, **kwargs: Any) -> EchoPrefillAdder:
         adder = EchoPrefillAdder(*args, **kwargs)

@@ -187,18 +187,12 @@ class StepControl:
             self.refuse_for_time(None, BatchShape())
         return is_deferred
 
-    def keeps_chunk_waiting(self, chunked: Req | None, limits: KvLimits, page_size: int) -> bool:
-        """Whether an offline request waits for its next chunk while all others decode.
-
-        For steps that do both, where no online request waits.
-        """
-        if chunked is None or not terms_of(chunked, self._now_s).is_offline or not limits.is_within:
+    def keeps_chunk_waiting(self, chunked: Req, decodes: BatchShape, page_size: int) -> bool:
+        """Whether an offline request has no room for its next chunk in a step with `decodes`."""
+        cached, left = chunked.extend_end, chunked.seqlen - chunked.extend_end
+        if not self.planner.keeps_chunk_waiting(decodes, cached, left, page_size):
             return False
-        cached_tokens = chunked.extend_end
-        left_tokens = chunked.seqlen - cached_tokens
-        if not self.planner.keeps_chunk_waiting(cached_tokens, left_tokens, page_size):
-            return False
-        self.refuse_for_time(None, BatchShape())
+        self.refuse_for_time(None, decodes, max_tokens=left, cached=cached)
         return True
 
     def refuse(self, reason: Reason, rid: str | None, **facts: float) -> None:
@@ -254,10 +248,12 @@ class StepControl:
         if num_pooled and not row.num_prefills:
             self.planner.gathering.note_decode()
         predicted_s, upper_s = self.estimator.predict_both_s(row)
+        only_prefills = row.num_prefills > 0 and not row.num_decodes
+        limit_s = self.planner.prefill_room_s if only_prefills else self.planner.limit_s
         note = StepNote(
             start_s=self._now_s,
             row=row,
-            limit_s=self.planner.limit_s if num_offline else math.inf,
+            limit_s=limit_s if num_offline else math.inf,
             slack_s=self.planner.slack_s,
             predicted_s=predicted_s,
             upper_s=upper_s,

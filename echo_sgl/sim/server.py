@@ -260,7 +260,10 @@ class SimServer:
         if chunked is None or not chunked.is_offline or scheduler.waiting:
             return False
         return scheduler.planner.keeps_chunk_waiting(
-            chunked.computed_tokens, chunked.left_tokens, self.config.page_tokens
+            scheduler.decode_shape(),
+            chunked.computed_tokens,
+            chunked.left_tokens,
+            self.config.page_tokens,
         )
 
     def _device_s(self, plan: StepPlan) -> float:

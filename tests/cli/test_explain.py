@@ -28,8 +28,10 @@ LIMIT = {
     "room_s": 0.002,
     "smallest_chunk_s": 0.0141,
 }
+AHEAD = {**LIMIT, "room_s": 0.08}
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "limit": (LIMIT, "limit): a step may take 12.0 ms, of which 2.0 ms are left for prefill"),
+    "ahead of due times": (AHEAD, "limit): a step may take 12.0 ms, one that only prefills 80.0"),
     "memory": (
         {
             "needed_tokens": 900,

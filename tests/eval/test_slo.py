@@ -108,9 +108,10 @@ def test_saturation_is_the_rate_of_answers_without_start_and_end() -> None:
 def test_answers_in_few_lots_are_no_rate() -> None:
     """Between the first and the last tenth of the answers nearly all came at once."""
     ends_s = [12.0] * 8 + [14.0 + n / 1000 for n in range(64)] + [16.0] * 8
-    lots = [online(end_s=end_s) for end_s in ends_s]
-    with pytest.raises(WorkloadError, match=r"80 of 80 .*raise --calibrate-s"):
-        saturation_rps(lots)
+    for lots_s in (ends_s, [10.0] * 60 + [20.0] * 60):
+        lots = [online(sent_s=0.0, end_s=end_s) for end_s in lots_s]
+        with pytest.raises(WorkloadError, match=r"in so few lots .*; raise --calibrate-s"):
+            saturation_rps(lots)
 
 
 def test_saturation_of_a_server_that_answers_nothing_says_what_it_answered() -> None:

@@ -225,3 +225,19 @@ def test_a_chunk_may_take_what_decodes_would_leave_for_later():
     beside.add_decode(100)
     # One step for both is as long as online decodes wait for their next token.
     assert plan.offline_chunk_tokens(beside, **chunk) == 0
+
+
+@pytest.mark.parametrize(
+    ("due_in_s", "left_tokens", "waits"), [(0.1, 500, False), (0.05, 500, True), (0.05, 20, False)]
+)
+def test_between_two_chunks_one_waits_where_a_step_of_both_has_no_room_for_the_next(
+    due_in_s, left_tokens, waits
+):
+    """Two decodes take 20 ms, 64 tokens 64."""
+    plan, decodes = planner(min_chunk_tokens=64), BatchShape()
+    for _ in range(2):
+        decodes.add_decode(100)
+    begin(plan, decodes=2, due_in_s=due_in_s)
+    assert plan.keeps_chunk_waiting(decodes, 0, left_tokens, 1) == waits
+    begin(plan)
+    assert not plan.keeps_chunk_waiting(BatchShape(), 0, left_tokens, 1)
