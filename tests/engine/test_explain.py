@@ -30,7 +30,7 @@ pytestmark = pytest.mark.server
 # Of 8,000 tokens offline requests may hold 2,000; they start in the order in which they came.
 CONFIG: dict[str, Any] = {
     "offline": {"order": "fcfs"},
-    "reserve": {"predictor": "off", "min_tokens": 6000},
+    "reserve": {"predictor": "off", "min_tokens": 6000, "max_share": 0.9},
     "steps": {"limit": "budget", "budget_s": 5.0},
 }
 TINY_BUDGET_S = 1e-6
