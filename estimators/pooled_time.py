@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -125,7 +126,8 @@ class PooledBatchTime(BatchTimeModel):
         whole = *_fit_whole(batch, num_decodes, times_s, knee=decode[-1]), 1.0
 
         def mean_error(values: Sequence[float]) -> float:
-            model = self.with_coefficients(dict(zip(self.COEFFICIENTS, values, strict=True)))
+            named = dict(zip(self.COEFFICIENTS, values, strict=True))
+            model = copy.copy(self).with_coefficients(named)
             return float(np.abs(model._predict_columns(batch, num_decodes) / times_s - 1.0).mean())
 
         return min(apart, whole, key=mean_error)

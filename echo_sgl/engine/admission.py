@@ -52,7 +52,7 @@ class EchoSchedulePolicy(SchedulePolicy):
 
     offered: tuple[Req, ...] = ()
     offline_chunk_tokens: int | None = None
-    decodes = BatchShape()
+    decodes: BatchShape
     planner: StepPlanner
 
     def calc_priority(

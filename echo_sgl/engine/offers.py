@@ -51,9 +51,10 @@ class Offers(PoolIntake):
     def _keeps_chunk_waiting(self, running_batch: ScheduleBatch) -> bool:
         """Whether an offline request waits for its next chunk while all others decode."""
         req = self.chunked_req
-        sheds = self.kv_limits.excess_tokens(self._num_offline(running_batch)) > 0
-        if req is None or not is_offline(req) or self.waiting_queue or sheds:
+        if req is None or not is_offline(req) or self.waiting_queue:
             return False
+        if self.kv_limits.excess_tokens(self._num_offline(running_batch)):
+            return False  # a pass sheds
         decodes = self._decodes_of_mixed_step(running_batch)
         return self.step_control.keeps_chunk_waiting(req, decodes, self.page_size)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from echo_sgl.config import CONFIG_ENV, FORCE_PROFILE_ENV, STATE_DIR_ENV
+from echo_sgl.config import CONFIG_ENV, FORCE_PROFILE_ENV, STATE_DIR_ENV, EstimatorConfig
 from echo_sgl.estimators.profile import Profile, save_profile
 from eval.server import LOCAL, Server
 from tests.configs.grafana import ALERTS, Query, panels, queries, running_prometheus
@@ -81,6 +81,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
 
 
 HOST = 'instance="a"'
+ASKED = EstimatorConfig().quantile
 
 
 def ttft(at_least_s: float) -> dict[str, str]:
@@ -109,10 +110,12 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         | series("promised_tpot_seconds", "1x200", 'task="online"'),
     ),
     "EchoEstimatorCoverageLow": (
-        series("step_time_coverage_ratio", "0.8x200", 'kind="decode"')
+        series("step_time_coverage_ratio", f"{ASKED - 0.06:g}x200", 'kind="decode"')
         | series("step_time_evidence", "2x200", 'kind="decode"'),
-        series("step_time_coverage_ratio", "0.8x200", 'kind="decode"')
-        | series("step_time_evidence", "1x200", 'kind="decode"'),
+        series("step_time_coverage_ratio", f"{ASKED - 0.04:g}x200", 'kind="decode"')
+        | series("step_time_evidence", "2x200", 'kind="decode"')
+        | series("step_time_coverage_ratio", f"{ASKED - 0.06:g}x200", 'kind="prefill"')
+        | series("step_time_evidence", "1x200", 'kind="prefill"'),
     ),
     "EchoEstimatorEvidenceMissing": (
         series("step_time_evidence", "0x200", 'kind="decode"') | series("pool_requests", "3x200"),
