@@ -134,9 +134,11 @@ def test_what_a_server_did_is_what_its_simulated_twin_does(
     sim, results = replay(config, real, Prompts(bodies_of(mix), tokenizer), end_s=math.inf)
     assert {one.status for one in (*real, *sim)} == {Status.OK}
     assert tokens_by_id(sim) == tokens_by_id(real)
-    # How long steps take differs from run to run, and with it what ends first of what runs at once.
+    # How long steps take differs from run to run, and with it what ends first of what runs at once:
+    # a single document may end elsewhere. In an order of chance the mean distance would be 5.
     places = {document: place for place, document in enumerate(documents(sim))}
-    assert all(abs(places[one] - place) <= 5 for place, one in enumerate(documents(real)))
+    apart = [abs(places[one] - place) for place, one in enumerate(documents(real))]
+    assert sum(apart) / NUM_DOCUMENTS < 3
     assert hit_ratio(real) > 0.5
     assert hit_ratio(sim) == pytest.approx(hit_ratio(real), abs=0.05)
     assert steps / 3 < results.num_steps < steps * 3
