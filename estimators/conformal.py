@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, Step, StepKind
@@ -27,6 +28,9 @@ from echo_sgl.estimators.drift import DriftDetector
 FLOOR_S = 1e-9
 # Far beyond what any clock measures: bounds stay finite whatever came before.
 MOST_LOG_RATIO, MOST_LOG_BOUND = 200.0, 300.0
+
+# Steps learned from together: row, time, and logarithm of measured / predicted.
+_Lot = Sequence[tuple[BatchRow, float, float]]
 
 
 class Evidence(StrEnum):
@@ -40,9 +44,11 @@ class Evidence(StrEnum):
 class ConformalBand:
     """Upper bounds of execution times, at the quantiles named, per kind of step.
 
-    The caller reports each step that ran; a step's bound is judged by the state just before
-    it is learned from. Until `MIN_STEPS` of a kind were seen, the bound is `cold_ratio` times
-    the prediction, and the evidence is missing; after `stale_s` without a step it is stale.
+    The caller reports each step that ran, some of them together if it likes. They are judged by
+    the bound that was there before them, which is the one that they were planned by, and their
+    excess is what they were beyond what was expected then: so the bound covers what it says even
+    if the caller learns late. Until `MIN_STEPS` of a kind were seen, the bound is `cold_ratio`
+    times the prediction, and the evidence is missing; after `stale_s` without a step it is stale.
     The caller falls back to its conservative side on either.
 
     Source: adaptive conformal inference (Gibbs and Candes, 2021) on relative residuals.
@@ -88,27 +94,39 @@ class ConformalBand:
         return _UpperBound(self, quantile)
 
     def observe(self, step: Step, time_s: float, now_s: float) -> None:
-        """Learn from a step that took `time_s` and ended at `now_s`.
-
-        Errors: `ValueError` when the time is not a positive number; nothing is learned.
-        """
-        if not (math.isfinite(time_s) and time_s > 0):
-            raise ValueError(f"time_s is {time_s}; a step takes a finite time above 0")
+        """Learn from a step that took `time_s` and ended at `now_s`, see `learn`."""
         row = step.row() if isinstance(step, BatchShape) else step
-        band, log_ratio = self._bands[row.kind], self._log_ratio(row, time_s)
-        is_judged = len(band.recent) >= self.MIN_STEPS
-        band.learn(row, time_s, log_ratio, is_judged=is_judged)
+        self.learn([(row, time_s)], now_s)
+
+    def learn(self, steps: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
+        """Learn from steps that ended since the last call, oldest first, with their times.
+
+        Errors: `ValueError` when a time is not a positive number; nothing is learned.
+        """
+        lots: dict[StepKind, list[tuple[BatchRow, float, float]]] = {}
+        for row, time_s in steps:
+            if not (math.isfinite(time_s) and time_s > 0):
+                raise ValueError(f"time_s is {time_s}; a step takes a finite time above 0")
+            lots.setdefault(row.kind, []).append((row, time_s, self._log_ratio(row, time_s)))
+        for kind, lot in lots.items():
+            self._learn(self._bands[kind], lot, now_s)
+
+    def _learn(self, band: _Band, lot: _Lot, now_s: float) -> None:
+        band.learn(lot, is_judged=len(band.recent) >= self.MIN_STEPS)
         band.shrink(self.NUM_RATIOS)
         band.last_s = now_s if band.last_s is None else max(band.last_s, now_s)
-        if band.drift.observe(log_ratio):
+        num_drifts = sum(band.drift.observe(log_ratio) for _, _, log_ratio in lot)
+        if num_drifts:
             band.shrink(self.NUM_AFTER_DRIFT)
 
     def replace_model(self, model: StepPredictor) -> None:
         """Go on with another model: recent steps are compared with what it would have said."""
         self._model = model
         for band in self._bands.values():
-            steps = [(one.row, one.time_s) for one in band.recent]
-            band.replace((row, time_s, self._log_ratio(row, time_s)) for row, time_s in steps)
+            band.replace(
+                [(one.row, one.time_s, self._log_ratio(one.row, one.time_s)) for one in lot]
+                for lot in band.lots()
+            )
             band.drift.restart()
 
     def central_ratio(self, kind: StepKind) -> float:
@@ -251,6 +269,7 @@ class _Band:
         self._centre: float | None = None
         self._found: tuple[float, float] | None = None
         self._trackers = {one: _Tracker(one, coverage_window) for one in quantiles}
+        self._num_lots = 0
 
     def tracker(self, quantile: float) -> _Tracker:
         if quantile not in self._trackers:
@@ -258,23 +277,33 @@ class _Band:
             raise ValueError(f"quantile is {quantile}; this band was built for {known}")
         return self._trackers[quantile]
 
-    def learn(self, row: BatchRow, time_s: float, log_ratio: float, *, is_judged: bool) -> None:
-        """Add a step that ended just now, and judge its bound before."""
-        usual, last = self._levels()
-        excess = log_ratio - self._expect()
-        if is_judged:
-            for tracker in self._trackers.values():
-                tracker.judge(excess <= tracker.bound(self.excesses))
-        self._keep(_Noted(row, time_s, log_ratio, excess))
-        self._lasting.learn(last - usual, log_ratio - usual)
+    def learn(self, lot: _Lot, *, is_judged: bool) -> None:
+        """Add steps that ended since the last lot, and judge the bounds that they were planned by.
 
-    def replace(self, steps: Iterable[tuple[BatchRow, float, float]]) -> None:
+        `lot`: row, time, and logarithm of the ratio of each.
+        """
+        usual, last = self._levels()
+        expected, excesses = self._expect(), self.excesses
+        for tracker in self._trackers.values() if is_judged else ():
+            bound = tracker.bound(excesses)
+            for _, _, log_ratio in lot:
+                tracker.judge(log_ratio - expected <= bound)
+        self._keep(lot, expected)
+        for _, _, log_ratio in lot:
+            self._lasting.learn(last - usual, log_ratio - usual)
+
+    def lots(self) -> list[list[_Noted]]:
+        """The steps that are here, as they were learned from together."""
+        return [list(lot) for _, lot in groupby(self.recent, key=attrgetter("lot"))]
+
+    def replace(self, lots: Iterable[_Lot]) -> None:
         """Other steps, oldest first, instead of those that are here."""
+        replacing = list(lots)
         self.recent.clear()
         del self._ratios[:], self.excesses[:]
         self._changed()
-        for row, time_s, log_ratio in steps:
-            self._keep(_Noted(row, time_s, log_ratio, log_ratio - self._expect()))
+        for lot in replacing:
+            self._keep(lot, self._expect())
 
     def centre(self) -> float:
         """The ratio to expect; 1 before there were `num_last` steps."""
@@ -289,11 +318,14 @@ class _Band:
             del self._ratios[bisect_left(self._ratios, first.log_ratio)]
             del self.excesses[bisect_left(self.excesses, first.excess)]
 
-    def _keep(self, noted: _Noted) -> None:
+    def _keep(self, lot: _Lot, expected: float) -> None:
         self._changed()
-        self.recent.append(noted)
-        insort(self._ratios, noted.log_ratio)
-        insort(self.excesses, noted.excess)
+        self._num_lots += 1
+        for row, time_s, log_ratio in lot:
+            excess = log_ratio - expected
+            self.recent.append(_Noted(row, time_s, log_ratio, excess, self._num_lots))
+            insort(self._ratios, log_ratio)
+            insort(self.excesses, excess)
 
     def _changed(self) -> None:
         self.bounds.clear()
@@ -318,3 +350,5 @@ class _Noted(NamedTuple):
     time_s: float
     log_ratio: float
     excess: float
+    # Which others it was learned from with.
+    lot: int

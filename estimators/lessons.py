@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from echo_sgl.batch_shape import BatchRow
 
 # A model's step leaves nothing of the estimator in the CPU's caches, and to fetch it takes longer
-# than to learn from a step: short ones are learned from together. Not many, or the bound that a
-# scheduler plans by is older than what it was to cover: after a tenth of a second, 91.7 % of a
-# GPU's decodes stay below a bound for 95 %.
+# than to learn from a step: short ones are learned from together. Bounds cover what they say
+# however late it is. But what the last steps took says most about the next: with 60 ms instead of
+# 20, a GPU's decodes are off by 0.85 instead of 0.76 %, a small CPU model's by 11.3 instead of
+# 10.4 % (on the steps in `eval/results/step-times*`).
 LEARN_EVERY_S = 0.02
 
 
 class Learner(Protocol):
     """What lessons are for: `LiveBatchTime`."""
 
-    def observe(self, step: BatchRow, time_s: float, now_s: float) -> None: ...
+    def learn(self, steps: Sequence[tuple[BatchRow, float]], now_s: float) -> None: ...
 
     def advance(self, now_s: float) -> None: ...
 
@@ -31,14 +32,17 @@ class Lessons:
         self._ahead: list[tuple[BatchRow, float]] = []
         self._learned_s = -math.inf
 
-    def take(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
-        """Steps have ended since; those whose time could not be measured have 0."""
+    def take(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> bool:
+        """Steps have ended since, those whose time could not be measured with 0; whether it is time
+        to `learn`.
+        """
         self._ahead.extend(measured)
-        if now_s - self._learned_s < LEARN_EVERY_S:
-            return
-        for row, time_s in self._ahead:
-            if time_s > 0:
-                self._learner.observe(row, time_s, now_s)
-        self._ahead.clear()
+        return now_s - self._learned_s >= LEARN_EVERY_S
+
+    def learn(self, now_s: float) -> None:
+        """Pass on what ended; the learner is told the time in any case."""
+        if self._ahead:
+            self._learner.learn([step for step in self._ahead if step[1] > 0], now_s)
+            self._ahead.clear()
         self._learner.advance(now_s)
         self._learned_s = now_s

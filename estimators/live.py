@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, Step, StepKind
@@ -19,6 +19,8 @@ from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.conformal import FLOOR_S, ConformalBand, Evidence
 from echo_sgl.estimators.refit import RefitBuffer, refitted
+
+STALE_CHECK_EVERY_S = 1.0
 
 
 class LiveBatchTime:
@@ -64,6 +66,9 @@ class LiveBatchTime:
         self._model = model
         self._band = ConformalBand(model, quantiles=(quantile,), stale_s=stale_s)
         self._steps_since_fit = 0
+        # They go into the buffer some at a time: to fetch it takes longer than to put one in.
+        self._ahead: list[tuple[BatchRow, float]] = []
+        self._advanced_s = -math.inf
         self._asked: tuple[BatchRow | None, float] = (None, 0.0)
         self._margins = dict.fromkeys(StepKind, self._factor)
         self.upper: StepPredictor = _Upper(self.upper_s)
@@ -116,23 +121,35 @@ class LiveBatchTime:
         return self._usual_s(model_s, kind), self._most_s(model_s, kind)
 
     def observe(self, step: Step, time_s: float, now_s: float) -> None:
-        """Learn from a step that took `time_s` and ended at `now_s`.
-
-        Errors: `ValueError` when the time is not a positive number; nothing is learned.
-        """
-        if not (math.isfinite(time_s) and time_s > 0):
-            raise ValueError(f"time_s is {time_s}; a step takes a finite time above 0")
+        """Learn from a step that took `time_s` and ended at `now_s`, see `learn`."""
         row = step.row() if isinstance(step, BatchShape) else step
-        self._buffer.add(row, time_s)
-        self._steps_since_fit += 1
-        if self.is_ready:
-            self._band.observe(row, time_s, now_s)
+        self.learn([(row, time_s)], now_s)
+
+    def learn(self, steps: Sequence[tuple[BatchRow, float]], now_s: float) -> None:
+        """Learn from steps that ended since the last call, oldest first, with their times.
+
+        Errors: `ValueError` when a time is not a positive number; nothing is learned.
+        """
+        for _, time_s in steps:
+            if not (math.isfinite(time_s) and time_s > 0):
+                raise ValueError(f"time_s is {time_s}; a step takes a finite time above 0")
+        self._ahead.extend(steps)
+        self._steps_since_fit += len(steps)
+        for row, _ in steps:
             self._margins[row.kind] = self._factor
-        if self._is_fit_due():
+        if self.is_ready:
+            self._band.learn(steps, now_s)
+        if len(self._ahead) >= self.FIRST_FIT_STEPS:
+            self._buffer_ahead()
+        num_steps = self._refit_steps if self.is_ready else self.FIRST_FIT_STEPS
+        if 0 < num_steps <= self._steps_since_fit:
             self._fit()
 
     def advance(self, now_s: float) -> None:
-        """Notice which kinds of steps were not observed lately; once before each step."""
+        """Notice which kinds of steps were not observed lately; looked into every second."""
+        if 0 <= now_s - self._advanced_s < STALE_CHECK_EVERY_S:
+            return
+        self._advanced_s = now_s
         for kind in StepKind:
             is_stale = self._band.evidence(kind, now_s) is Evidence.STALE
             self._margins[kind] = self._factor * (self.STALE_FACTOR if is_stale else 1.0)
@@ -162,12 +179,13 @@ class LiveBatchTime:
         ratio = self._band.upper_ratio(kind, self.quantile)
         return max(FLOOR_S, model_s) * ratio * self._margins[kind]
 
-    def _is_fit_due(self) -> bool:
-        if not self.is_ready:
-            return self._steps_since_fit % self.FIRST_FIT_STEPS == 0
-        return 0 < self._refit_steps <= self._steps_since_fit
+    def _buffer_ahead(self) -> None:
+        for row, time_s in self._ahead:
+            self._buffer.add(row, time_s)
+        self._ahead.clear()
 
     def _fit(self) -> None:
+        self._buffer_ahead()
         self._steps_since_fit = 0
         try:
             self._model = refitted(self._model, self._buffer)

@@ -114,7 +114,8 @@ def live_errors(model: BatchTimeModel, samples: Samples) -> dict[str, tuple[floa
             error = abs(live.predict_s(row) / time_s - 1.0)
             errors.setdefault(row.kind, []).append((error, bool(time_s <= live.upper_s(row))))
         now_s += time_s
-        lessons.take([(row, float(time_s))], now_s)
+        if lessons.take([(row, float(time_s))], now_s):
+            lessons.learn(now_s)
     means = {kind: np.mean(np.array(steps, dtype=float), axis=0) for kind, steps in errors.items()}
     return {kind: (float(mape), float(covered)) for kind, (mape, covered) in means.items()}
 

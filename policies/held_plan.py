@@ -6,7 +6,7 @@ import math
 
 # For so long at most: by then the estimator has learned a little, and contexts are a few tokens
 # longer. Only if the step took no more than this part of its limit.
-HELD_S, HELD_SHARE = 0.05, 0.9
+HELD_S, HELD_SHARE = 0.1, 0.9
 
 
 class HeldPlan:

@@ -14,8 +14,8 @@ from echo_sgl.policies.deadlines import RateMeter
 # deadlines, and what is decided at each step costs as much as there are deadlines.
 WINDOW_PARTS = 128
 MEAN_WEIGHT = 0.02
-# As steps are learned from: what the model ran left nothing of this in the CPU's caches.
-ADVANCE_EVERY_S = 0.02
+# What the model ran left nothing of this in the CPU's caches, and windows are of minutes.
+ADVANCE_EVERY_S = 0.1
 
 
 class DeadlineWatch:

@@ -23,7 +23,8 @@ class KvLimits:
 
     Active KV is what requests hold: the pool without what is free or evictable. Online
     requests are charged with their whole length, so a prefix that several of them share
-    counts more than once, on the safe side; offline holds the rest.
+    counts more than once, on the safe side; offline holds the rest. `is_within`: when it was
+    looked at last, offline requests held no more than what several of them may hold.
     """
 
     def __init__(self, config: ReserveConfig, tree_cache: Any, allocator: Any) -> None:
@@ -36,6 +37,7 @@ class KvLimits:
         self.online_tokens = 0
         self._given_tokens = self._looked_tokens = 0
         self._looked_s = -math.inf
+        self.is_within = True
         self.num_held_back = 0
         self.num_reserve_hits = 0
 
@@ -60,11 +62,7 @@ class KvLimits:
         self._looked_s, self._looked_tokens = self._now_s, self._given_tokens
         self.online_tokens = min(self._given_tokens, self.active_tokens)
         self._reserve.observe(self._now_s, self.online_tokens)
-
-    @property
-    def is_within(self) -> bool:
-        """Whether offline requests hold no more than what several of them may hold."""
-        return self.offline_tokens <= self.offline_limit_tokens
+        self.is_within = self.offline_tokens <= self.offline_limit_tokens
 
     @property
     def active_tokens(self) -> int:

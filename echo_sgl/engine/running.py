@@ -1,8 +1,9 @@
 """The running requests: looked up when they come, counted on from there.
 
 A step that decodes gives each of them one token more, so their sums and the first due time
-follow from those before. To look 64 requests up takes as long as all else that plans a step:
-what the model ran has left nothing of them in the CPU's caches.
+follow from those before, and are worked out when they are asked for. To look 64 requests up takes
+as long as all else that plans a step: what the model ran has left nothing of them in the CPU's
+caches.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Running:
     """Who decodes, by class.
 
     `online`: the decodes of online requests; `decode_due_s`: when the first of their next
-    tokens is due, infinite without any. `offline`: those of offline ones that may sit out.
-    Units: seconds on the step clock, tokens.
+    tokens is due, infinite without any. `offline`: those of offline ones that may sit out, of
+    which there are `num_offline`. Units: seconds on the step clock, tokens.
     """
 
     __slots__ = (
@@ -35,21 +36,35 @@ class Running:
         "_least_left",
         "_num_grown",
         "_num_reqs",
+        "_offline",
         "_online",
         "_reqs",
         "_roster",
+        "_shape",
+        "_tokens_since",
         "_tpot_s",
         "decode_due_s",
-        "offline",
-        "online",
+        "num_offline",
     )
 
     def __init__(self, reqs: Sequence[Req], now_s: float) -> None:
         self._roster = Roster()
-        self.offline = self._online = self._all = Contexts.of([])
         self._tpot_s: float | None = None
+        self._shape: BatchShape | None = None
+        self.decode_due_s, self._num_grown = math.inf, 0
         self._follow(reqs, now_s)
         self._look_up_online(now_s)
+
+    @property
+    def online(self) -> BatchShape:
+        if self._shape is None:
+            online = self._online.longer(self._tokens_since)
+            self._shape = SummedShape(online.num, online.tokens, online.longest)
+        return self._shape
+
+    @property
+    def offline(self) -> Contexts:
+        return self._offline.longer(self._tokens_since)
 
     def _look_up_online(self, now_s: float) -> None:
         due_s, tpots_s, ends = math.inf, set(), []
@@ -62,8 +77,6 @@ class Running:
                 ends.append((terms.max_tokens - num_outputs, terms))
             # What is due after a first token is not known before it.
             tpots_s.add(terms.promise.tpot_s if num_outputs else None)
-        self._online = self._roster.contexts(Part.ONLINE)
-        self.online = _shape(self._online)
         self.decode_due_s = due_s
         self._ends, self._num_grown = ends, 0
         self._least_left = min((num_left for num_left, _ in ends), default=math.inf)
@@ -90,7 +103,7 @@ class Running:
             is_new = self._follow(reqs, now_s)
         elif self._num_reqs and (grown := reqs[0].seqlen - self._first_tokens):
             self._first_tokens += grown
-            self._all, self.offline = self._all.longer(grown), self.offline.longer(grown)
+            self._tokens_since += grown
             self._roster.grow(grown)
             self._grow_online(grown)
         if is_new or self._tpot_s is None:
@@ -102,23 +115,25 @@ class Running:
         self._reqs, self._num_reqs, self._is_outdated = reqs, len(reqs), False
         self._first_tokens = reqs[0].seqlen if reqs else 0
         contexts = self._roster.contexts
-        self.offline = contexts(Part.OFFLINE)
-        self._all = self.offline.joined(contexts(Part.ONLINE), contexts(Part.LEAVING))
+        self._online, self._offline = contexts(Part.ONLINE), contexts(Part.OFFLINE)
+        self._all = self._offline.joined(self._online, contexts(Part.LEAVING))
+        self.num_offline, self._tokens_since = self._offline.num, 0
         self._grow_online(grown)
         return is_new
 
     def _grow_online(self, tokens: int) -> None:
+        self._shape = None
         if tokens and self._online.num and self._tpot_s is not None:
             self._num_grown += tokens
-            self._online = self._online.longer(tokens)
-            self.online = _shape(self._online)
             self.decode_due_s += tokens * self._tpot_s
 
     def row_of(self, reqs: Sequence[Req]) -> BatchRow | None:
         """The step that decodes these and nothing else; None if they are others by now."""
         if not self.are(reqs) or not self._num_reqs:
             return None
-        return BatchRow(0, 0, 0, 0, self._all.num, self._all.tokens, self._all.longest)
+        num, tokens, longest, _ = self._all
+        since = self._tokens_since
+        return BatchRow(0, 0, 0, 0, num, tokens + since * num, longest + since)
 
     def online_part(self, batch: ScheduleBatch, row: BatchRow) -> tuple[BatchShape, int]:
         """What a batch would be without its offline requests, and how many those are."""
@@ -140,10 +155,6 @@ class Running:
     def are(self, reqs: Sequence[Req]) -> bool:
         """Whether it is these that were looked up."""
         return reqs is self._reqs and len(reqs) == self._num_reqs
-
-
-def _shape(contexts: Contexts) -> BatchShape:
-    return SummedShape(contexts.num, contexts.tokens, contexts.longest)
 
 
 def offline_of(reqs: Sequence[Req]) -> list[Req]:

@@ -70,7 +70,7 @@ class StepControl:
         self.estimator, self.timer = estimator, timer
         self._watch = watch
         self.parked = ParkedDecodes()
-        self.log = StepLog()
+        self.log = StepLog(estimator.predict_both_s)
         self.decision_log = DecisionLog.from_environment(rank)
         self.can_park = config.steps.park and can_park
         self.planner = create_step_planner(
@@ -95,7 +95,9 @@ class StepControl:
 
     def observe(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
         """Take in steps that have ended since, and learn from them in time; alike on every rank."""
-        self._lessons.take(measured, now_s)
+        if self._lessons.take(measured, now_s):
+            self.log.predict()
+            self._lessons.learn(now_s)
 
     def begin(
         self,
@@ -123,13 +125,13 @@ class StepControl:
         running, planner = self._running, self.planner
         if self.parked:
             return False
-        if num_pooled and not planner.gathering.waits(running.offline.num, num_pooled):
+        if num_pooled and not planner.gathering.waits(running.num_offline, num_pooled):
             return False
         return planner.holds(
             self._now_s,
             running.online,
             decode_due_s=running.decode_due_s,
-            num_offline=running.offline.num,
+            num_offline=running.num_offline,
         )
 
     def _plan(self, waiting: Sequence[Req], chunked: Req | None) -> None:
@@ -168,7 +170,7 @@ class StepControl:
         planner, is_idle = self.planner, chunked is None and not online_prefill_waits
         if is_idle and not num_pooled:  # a pass would find nobody
             return limits.is_within and len(self._running.online) > 0
-        gathers = is_idle and planner.gathers(self._running.offline.num, num_pooled)
+        gathers = is_idle and planner.gathers(self._running.num_offline, num_pooled)
         if gathers and limits.is_within:  # else a pass sheds
             self.refusal = GATHERING
             return True
@@ -247,7 +249,6 @@ class StepControl:
             self.planner.held.end()
         if num_pooled and not row.num_prefills:
             self.planner.gathering.note_decode()
-        predicted_s, upper_s = self.estimator.predict_both_s(row)
         only_prefills = row.num_prefills > 0 and not row.num_decodes
         limit_s = self.planner.prefill_room_s if only_prefills else self.planner.limit_s
         note = StepNote(
@@ -255,8 +256,6 @@ class StepControl:
             row=row,
             limit_s=limit_s if num_offline else math.inf,
             slack_s=self.planner.slack_s,
-            predicted_s=predicted_s,
-            upper_s=upper_s,
             num_offline=num_offline,
             num_parked=len(self.parked),
             num_pooled=num_pooled,

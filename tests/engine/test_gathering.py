@@ -18,13 +18,21 @@ NUM_REQUESTS = 120
 ONE = "def one(self): return self.value and self.index or not self.value"
 
 
-def job() -> list[dict[str, object]]:
+def job(name: str = "lot") -> list[dict[str, object]]:
     """More than there are places, with answers that end one after the other."""
     rng = random.Random(5)
     return [
-        completion(f"{ONE} {number}", rng.randint(4, 60), rid=f"lot-{number}", **FLEX)
+        completion(f"{ONE} {number}", rng.randint(4, 60), rid=f"{name}-{number}", **FLEX)
         for number in range(NUM_REQUESTS)
     ]
+
+
+def knows_step_times(server) -> bool:
+    """Whether a step was predicted; if not, another job is done to learn from."""
+    if any(step["predicted_s"] is not None for step in trace(server)):
+        return True
+    asyncio.run(send_all(server, job("learn")))
+    return False
 
 
 def trace(server) -> list[dict[str, Any]]:
@@ -49,6 +57,7 @@ async def answers_and_reasons(server) -> tuple[list[httpx.Response], set[str | N
 
 
 def test_requests_of_a_job_start_in_lots(echo_server):
+    wait_until(lambda: knows_step_times(echo_server), "the server knows what steps take")
     wait_until(lambda: is_idle(echo_server), "the server is idle")
     before_s = max((step["start_s"] for step in trace(echo_server)), default=0.0)
     answers, reasons = asyncio.run(answers_and_reasons(echo_server))

@@ -87,6 +87,47 @@ def test_coverage_counts_the_bounds_that_the_caller_was_given():
     assert one.coverage(StepKind.DECODE, 0.95) == pytest.approx(np.mean(hits[-400:]), abs=0.003)
 
 
+def chains(seed: int) -> np.ndarray:
+    """Steps whose neighbours are alike: what the last one took beyond the usual says much."""
+    noise, chained = np.random.default_rng(seed).normal(0.0, NOISE, NUM_STEPS), np.zeros(NUM_STEPS)
+    for number in range(1, NUM_STEPS):
+        chained[number] = 0.95 * chained[number - 1] + 0.3 * noise[number]
+    return chained
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 12])
+@pytest.mark.parametrize("quantile", [0.85, 0.95])
+def test_bounds_cover_what_they_say_however_many_steps_are_learned_from_at_once(at_once, quantile):
+    one, hits = band(quantiles=(quantile,)), []
+    for start in range(0, NUM_STEPS, at_once):
+        lot = [0.01 * math.exp(one) for one in chains(6)[start : start + at_once]]
+        hits += [time_s <= one.predict_upper(DECODE, quantile) for time_s in lot]
+        one.learn([(DECODE, time_s) for time_s in lot], 0.01 * start)
+    assert np.mean(hits[300:]) == pytest.approx(quantile, abs=0.005)
+    assert one.coverage(StepKind.DECODE, quantile) == pytest.approx(np.mean(hits[-1000:]), abs=1e-3)
+
+
+def test_kinds_learned_from_at_once_are_told_apart():
+    together, apart = band(), band()
+    for number, log_ratio in enumerate(still(200, seed=13)):
+        times_s = 0.01 * math.exp(log_ratio), 0.02 * math.exp(-log_ratio)
+        together.learn([(DECODE, times_s[0]), (PREFILL, times_s[1])], float(number))
+        apart.observe(DECODE, times_s[0], float(number))
+        apart.observe(PREFILL, times_s[1], float(number))
+    assert pickle.dumps(together) == pickle.dumps(apart)
+
+
+def test_with_another_model_bounds_know_what_was_learned_from_at_once():
+    """Late lessons make bounds wider; a model that says twice as much changes nothing of that."""
+    one = band(quantiles=(0.95,))
+    for start in range(0, 2000, 12):
+        lot = [(DECODE, 0.01 * math.exp(log_ratio)) for log_ratio in chains(7)[start : start + 12]]
+        one.learn(lot, float(start))
+    before_s = one.predict_upper(DECODE, 0.95)
+    one.replace_model(Constant(0.02))
+    assert one.predict_upper(DECODE, 0.95) == pytest.approx(before_s, rel=0.01)
+
+
 @pytest.mark.parametrize(("quantile", "deviations"), [(0.5, 0.0), (0.9, 1.28), (0.95, 1.64)])
 def test_the_bound_is_no_wider_than_it_must_be(quantile, deviations):
     one, bounds = band(), []
