@@ -6,11 +6,13 @@ differently.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from echo_sgl.batch_shape import BatchRow
+from echo_sgl.estimators.lessons import LEARN_EVERY_S
 
 IDLE_INTERVAL_S = 0.05
 
@@ -28,13 +30,15 @@ class ClockTick:
 class StepClock:
     """What time it is in this step and which steps ended, the same on every rank.
 
-    It never goes back. `take_measured` hands over the steps that ended on this rank.
+    It never goes back. `take_measured` hands over the steps that ended on this rank. One rank alone
+    is asked for them when they are learned from: to look takes longer than to take several.
     """
 
     def __init__(self, take_measured: Callable[[], Measured], *, is_shared: bool) -> None:
         self._take_measured, self._is_shared = take_measured, is_shared
         self._has_ticked = False
         self._last_tick_s = 0.0
+        self._taken_s = -math.inf
         self.now_s = 0.0
 
     def tick(self) -> list[ClockTick]:
@@ -55,6 +59,9 @@ class StepClock:
         """Advance to the ticks among the messages; return the others, and the steps that ended."""
         if not self._is_shared:
             self.now_s = time.perf_counter()
+            if self.now_s - self._taken_s < LEARN_EVERY_S:
+                return messages, []
+            self._taken_s = self.now_s
             return messages, self._take_measured()
         if not self._has_ticked:
             self._take_measured()  # nobody else asks for what this rank measured

@@ -173,9 +173,11 @@ class EchoScheduler(Offers):
     def _advance(self, measured: Measured) -> None:
         """Let all that keeps time know what time it is, and what was measured since."""
         now_s = self.echo_clock.now_s
-        self.step_control.observe(measured, now_s)
         if (core := self.tree_cache.echo_core) is not None:
             core.now_s = now_s
+        if not measured and self.running_batch.reqs:
+            return  # soon enough with the next that are measured
+        self.step_control.observe(measured, now_s)
         self.deadline_watch.advance(now_s, self._has_offline_work)
         if now_s - self._forgot_s >= FORGET_EVERY_S:
             self._forgot_s = now_s
@@ -183,7 +185,7 @@ class EchoScheduler(Offers):
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
             self.offline_pool,
-            self.tree_cache.echo_core,
+            core,
             self.kv_limits,
             self.step_control,
             time.perf_counter(),

@@ -7,7 +7,6 @@ the measured times that rank 0 broadcasts, so all ranks decide alike.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -46,7 +45,7 @@ class StepCounts:
     num_resumes: int = 0
     num_prefill_parks: int = 0
     num_given_places: int = 0
-    num_retractions: Counter[Task] = field(default_factory=Counter)
+    num_retractions: dict[Task, int] = field(default_factory=lambda: dict.fromkeys(Task, 0))
 
 
 class StepControl:
@@ -262,7 +261,7 @@ class StepControl:
             num_evicted_tokens=num_evicted_tokens,
             num_parks=self.counts.num_parks,
             num_resumes=self.counts.num_resumes,
-            num_retractions=self.counts.num_retractions.total(),
+            num_retractions=sum(self.counts.num_retractions.values()),
             num_prefill_parks=self.counts.num_prefill_parks,
             num_given_places=self.counts.num_given_places,
         )

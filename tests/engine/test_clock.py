@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from echo_sgl.batch_shape import BatchRow
 from echo_sgl.engine.clock import ClockTick, Measured, StepClock
+from echo_sgl.estimators.lessons import LEARN_EVERY_S
 
 ROW = BatchRow(0, 0, 0, 0, 1, 10, 10)
 
@@ -26,6 +27,19 @@ def test_a_rank_alone_takes_what_it_measured() -> None:
     assert clock.tick() == []
     assert clock.take_ticks(["request"]) == (["request"], [(ROW, 0.5)])
     assert timer.fresh == [] and clock.now_s > 0
+
+
+def test_a_rank_alone_takes_several_steps_at_once() -> None:
+    timer = Timer()
+    clock = StepClock(timer.take, is_shared=False)
+    clock.take_ticks([])
+    taken_s, measured, num_steps = clock.now_s, [], 0
+    while not measured:
+        num_steps += 1
+        timer.fresh.append((ROW, float(num_steps)))
+        _, measured = clock.take_ticks([])
+    assert measured == [(ROW, number + 1.0) for number in range(num_steps)]
+    assert clock.now_s - taken_s >= LEARN_EVERY_S
 
 
 def test_all_ranks_learn_from_the_first_and_none_keeps_its_own_measurements() -> None:
