@@ -181,7 +181,7 @@ class EstimatorConfig:
 
     model: str = _choice("pooled", "pooled", "linear", "bros", "roofline")
     profile: str = _text("")
-    quantile: float = _number(0.85, 0.01, 0.999)
+    quantile: float = _number(0.95, 0.01, 0.999)
     refit_steps: int = _number(500, 0, 1_000_000)
     stale_s: float = _number(60.0, 0.0, 86_400.0)
     error: float = _number(0.0, -0.9, 10.0)

@@ -1,9 +1,9 @@
 """How long a step takes at most: a band around a batch-time model, kept true by live steps.
 
     ratio = measured / predicted; expected: the ratio that recent steps make likely
-    excess = ratio / expected, as it was when the step ran
+    excess = ratio / expected, as it was before steps were learned from
     upper = predicted * expected * (the excess that `level` of the recent steps did not exceed)
-    a step above its bound raises `level` at once, one below lowers it a little
+    a step above the bound of then raises `level`, one below lowers it a little
 
 so that the share of steps below their bound comes out as asked even while the ratios drift.
 """
@@ -45,10 +45,11 @@ class ConformalBand:
     """Upper bounds of execution times, at the quantiles named, per kind of step.
 
     The caller reports each step that ran, some of them together if it likes. They are judged by
-    the bound that was there before them, which is the one that they were planned by, and their
-    excess is what they were beyond what was expected then: so the bound covers what it says even
-    if the caller learns late. Until `MIN_STEPS` of a kind were seen, the bound is `cold_ratio`
-    times the prediction, and the evidence is missing; after `stale_s` without a step it is stale.
+    the bound that stood before them, and their excess is what they were beyond what was expected
+    then: so the bound covers what it says even if the caller learns late. (The step in flight while
+    others are learned from was planned by the bound before that.) Until `MIN_STEPS` of a kind were
+    seen, the bound is `cold_ratio` times the prediction, and the evidence is missing; after
+    `stale_s` without a step it is stale.
     The caller falls back to its conservative side on either.
 
     Source: adaptive conformal inference (Gibbs and Candes, 2021) on relative residuals.
@@ -208,8 +209,9 @@ class _Tracker:
     def bound(self, ordered: Sequence[float]) -> float:
         """The value at `level` of the ordered ones, with the conformal correction for n + 1.
 
-        Beyond the largest, where a streak of misses leads, a quarter of its distance from
-        the median is added per miss.
+        Beyond the largest, where a streak of misses leads, a quarter of its distance from the
+        median is added per miss, as far as a level of 1: steps that are learned from together miss
+        together, and bounds of several times what a step takes would follow.
         """
         rank = self._level * (len(ordered) + 1)
         if rank <= len(ordered):
@@ -224,7 +226,7 @@ class _Tracker:
             self.num_hits -= self.hits[0]
         self.hits.append(is_covered)
         self._level += self._gain * (self._quantile - is_covered)
-        self._level = max(0.0, self._level)
+        self._level = min(1.0, max(0.0, self._level))
 
 
 class _Lasting:
@@ -278,7 +280,7 @@ class _Band:
         return self._trackers[quantile]
 
     def learn(self, lot: _Lot, *, is_judged: bool) -> None:
-        """Add steps that ended since the last lot, and judge the bounds that they were planned by.
+        """Add steps that ended since the last lot, and judge the bounds that stood until then.
 
         `lot`: row, time, and logarithm of the ratio of each.
         """

@@ -13,7 +13,7 @@ from echo_sgl.batch_shape import BatchRow
 # however late it is. But what the last steps took says most about the next: with 60 ms instead of
 # 20, a GPU's decodes are off by 0.85 instead of 0.76 %, a small CPU model's by 11.3 instead of
 # 10.4 % (on the steps in `eval/results/step-times*`).
-LEARN_EVERY_S = 0.04
+LEARN_EVERY_S = 0.02
 
 
 class Learner(Protocol):

@@ -1,7 +1,7 @@
 """What the next step will take, on the server that runs: the one object a scheduler asks.
 
-observe -> RefitBuffer ---every refit_steps---> a new fit of the model
-        -> ConformalBand: recent measured / predicted, per kind of step
+learn -> RefitBuffer ---every refit_steps---> a new fit of the model
+      -> ConformalBand: recent measured / predicted, per kind of step
 
 predict_s = model * ratio to expect                      * (1 + error)
 upper_s   = model * ratio that `quantile` stays below    * (1 + error) [* STALE_FACTOR]
@@ -103,7 +103,7 @@ class LiveBatchTime:
         """Seconds that a share `quantile` of such steps stays below; 0 without requests.
 
         Kinds of steps without evidence get the band's cold ratio, those whose evidence was
-        stale at the last `advance` or `observe` `STALE_FACTOR` on top.
+        stale when `advance` looked last `STALE_FACTOR` on top.
         """
         if not self.is_ready:
             return math.inf

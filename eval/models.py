@@ -162,7 +162,9 @@ def _llama_config(size: ModelSize, **changes: Any) -> Any:
 def _save_weights(size: ModelSize, folder: Path) -> None:
     import torch
     from transformers import LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # one file, written in a moment
     model = LlamaForCausalLM(_llama_config(size))
     generator = torch.Generator().manual_seed(size.seed)
     with torch.no_grad():

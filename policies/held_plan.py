@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-# For so long at most: by then the estimator has learned a little, and contexts are a few tokens
-# longer. Only if the step took no more than this part of its limit. Steps that take longer than
-# they were to use up slack, and with less of it nothing is held.
-HELD_S, HELD_SHARE = 0.25, 0.9
+# For so long at most: by then the estimator has learned two or three times, and contexts are some
+# tokens longer. Only if the step took no more than this part of its limit.
+HELD_S, HELD_SHARE = 0.1, 0.9
 
 
 class HeldPlan:

@@ -59,7 +59,7 @@ class DeadlineWatch:
         self._mean_output_tokens = (mean or 0.0) + weight * (num_tokens - (mean or 0.0))
 
     def advance(self, now_s: float, has_work: Callable[[], bool]) -> None:
-        """Once per step: take in what was done, decide which job goes ahead.
+        """Take in what was done, decide which job goes ahead.
 
         At most every `ADVANCE_EVERY_S`. `has_work`: whether offline requests wait or run.
         """

@@ -130,8 +130,8 @@ class SchedulerMetrics:
         control: StepControl,
         now_s: float,
     ) -> None:
-        """Once per iteration of the loop; steps and ends are counted in now and then, gauges once a
-        second.
+        """Every `ADVANCE_EVERY_S` at least; steps and ends are counted in now and then, gauges once
+        a second.
 
         And at once when nothing waits or runs any more: an idle scheduler may sleep, so what
         stands there last must be right.

@@ -10,6 +10,7 @@ broadcasts, which all ranks share, never from a clock of their own.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 # Prompts of requests that ended without a word count as pending for no longer than this.
 FORGET_EVERY_S = 1.0
+# While requests run and none ends: who asks an idle server is to find what is true.
+ADVANCE_EVERY_S = 0.1
 
 
 class EchoScheduler(Offers):
@@ -76,7 +79,7 @@ class EchoScheduler(Offers):
         self.deadline_watch = DeadlineWatch(order)
         self.offline_pool = OfflinePool(order, self.offline_config.max_pool_requests)
         self.offer_size = OfferSize()
-        self._forgot_s = 0.0
+        self._forgot_s = self._advanced_s = -math.inf
         self._parked_chunks: list[Req] = []
         self._shed: list[Req] = []
         self.recording = RecordingLog()
@@ -136,6 +139,7 @@ class EchoScheduler(Offers):
             self.weighing = Weighing(core, allocator, self.deadline_watch, num_candidates)
 
     def _request_ended(self, req: Req, num_cached_tokens: int) -> None:
+        self._advanced_s = -math.inf  # SGLang may sleep once it has looked around
         with self.step_control.own_time:
             self.step_control.note_end(req)
             self.recording.note_end(req, self.echo_clock.now_s)
@@ -175,8 +179,10 @@ class EchoScheduler(Offers):
         now_s = self.echo_clock.now_s
         if (core := self.tree_cache.echo_core) is not None:
             core.now_s = now_s
-        if not measured and self.running_batch.reqs:
+        is_late = now_s - self._advanced_s >= ADVANCE_EVERY_S
+        if self.running_batch.reqs and not (measured or is_late):
             return  # soon enough with the next that are measured
+        self._advanced_s = now_s
         self.step_control.observe(measured, now_s)
         self.deadline_watch.advance(now_s, self._has_offline_work)
         if now_s - self._forgot_s >= FORGET_EVERY_S:
@@ -225,37 +231,43 @@ class EchoScheduler(Offers):
         return super().run_batch(batch, pp_proxy_tensors)
 
     def _should_defer_prefill(self, running_batch: ScheduleBatch) -> bool:
-        control, now_s = self.step_control, self.echo_clock.now_s
-        with control.own_time:
-            is_full, num_pooled = self._is_full(running_batch), len(self.offline_pool)
-            control.begin(
-                now_s,
-                running_batch,
-                self.waiting_queue,
-                self.chunked_req,
-                num_pooled=0 if is_full else num_pooled,
-            )
-            self.kv_limits.observe(now_s, control.online_tokens)
-            if self.is_mixed_chunk:
-                # A step that prefills decodes as well: who decodes must be settled first.
-                control.select_decodes(running_batch)
-            if super()._should_defer_prefill(running_batch):
-                return True
-            if self.is_mixed_chunk:
+        with self.step_control.own_time:
+            is_full = self._is_full(running_batch)
+            self._begin_step(running_batch, is_full=is_full)
+            is_deferred = super()._should_defer_prefill(running_batch)
+            if not is_deferred and self.is_mixed_chunk:
                 is_deferred = self._keeps_chunk_waiting(running_batch)
-            else:
-                is_full = is_full and self.kv_limits.is_within  # else a pass sheds
-                is_deferred = is_full or control.defers_prefill(
-                    online_prefill_waits=self._online_prefill_waits(),
-                    last_was_prefill=self.last_batch is not None
-                    and self.last_batch.forward_mode.is_extend(),
-                    chunked=self.chunked_req,
-                    num_pooled=num_pooled,
-                    limits=self.kv_limits,
-                )
+            elif not is_deferred:
+                # A pass that starts nobody may have to shed.
+                is_deferred = (is_full and self.kv_limits.is_within) or self._decodes_first()
         if is_deferred:
             self._take_in_compiled()
         return is_deferred
+
+    def _begin_step(self, running_batch: ScheduleBatch, *, is_full: bool) -> None:
+        """Show who runs and waits to those who decide about this step."""
+        control, now_s = self.step_control, self.echo_clock.now_s
+        control.begin(
+            now_s,
+            running_batch,
+            self.waiting_queue,
+            self.chunked_req,
+            num_pooled=0 if is_full else len(self.offline_pool),
+        )
+        self.kv_limits.observe(now_s, control.online_tokens)
+        if self.is_mixed_chunk:
+            # A step that prefills decodes as well: who decodes must be settled first.
+            control.select_decodes(running_batch)
+
+    def _decodes_first(self) -> bool:
+        return self.step_control.defers_prefill(
+            online_prefill_waits=self._online_prefill_waits(),
+            last_was_prefill=self.last_batch is not None
+            and self.last_batch.forward_mode.is_extend(),
+            chunked=self.chunked_req,
+            num_pooled=len(self.offline_pool),
+            limits=self.kv_limits,
+        )
 
     def _is_full(self, running_batch: ScheduleBatch) -> bool:
         """Whether a pass would start nobody: none has left since the last one found no room."""

@@ -78,6 +78,7 @@ class StepMetrics:
 
     def observe(self, control: StepControl) -> None:
         """Take in the steps that ended since; often, so that no step pays for many."""
+        control.timer.collect()
         control.log.predict()
         notes = control.timer.ended_notes
         while notes:

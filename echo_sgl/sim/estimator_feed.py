@@ -20,7 +20,6 @@ class EstimatorFeed:
         self._estimator, self._is_exact = estimator, is_exact
         self._num_seen = dict.fromkeys(StepKind, 0)
         self._last_s = dict.fromkeys(StepKind, 0.0)
-        self._advanced_s = 0.0
 
     def observe(self, row: BatchRow, time_s: float, now_s: float) -> None:
         kind = row.kind
@@ -32,7 +31,4 @@ class EstimatorFeed:
         self._estimator.observe(row, time_s, now_s)
 
     def advance(self, now_s: float) -> None:
-        if self._is_exact and 0 <= now_s - self._advanced_s < EVERY_S:
-            return
-        self._advanced_s = now_s
         self._estimator.advance(now_s)

@@ -20,11 +20,14 @@ def test_two_processes_that_build_at_once_get_one_whole_model(tmp_path: Path) ->
     assert AutoConfig.from_pretrained(built[0].result()).num_hidden_layers == 2
 
 
-def test_equal_parameters_give_equal_weights(tiny_model: Path, tmp_path: Path) -> None:
+def test_equal_parameters_give_equal_weights_without_a_word(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     weights = [
         folder / "model.safetensors" for folder in (tiny_model, demo_model("tiny", tmp_path))
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert capfd.readouterr() == ("", ""), "the demo begins with its own first line"
 
 
 def test_the_tokenizer_keeps_python_sources_and_saves_space(tiny_model: Path) -> None:

@@ -99,12 +99,23 @@ def chains(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("quantile", [0.85, 0.95])
 def test_bounds_cover_what_they_say_however_many_steps_are_learned_from_at_once(at_once, quantile):
     one, hits = band(quantiles=(quantile,)), []
+    times_s = 0.01 * np.exp(chains(6))
     for start in range(0, NUM_STEPS, at_once):
-        lot = [0.01 * math.exp(one) for one in chains(6)[start : start + at_once]]
-        hits += [time_s <= one.predict_upper(DECODE, quantile) for time_s in lot]
-        one.learn([(DECODE, time_s) for time_s in lot], 0.01 * start)
-    assert np.mean(hits[300:]) == pytest.approx(quantile, abs=0.005)
+        lot = [(DECODE, float(time_s)) for time_s in times_s[start : start + at_once]]
+        hits += [time_s <= one.predict_upper(DECODE, quantile) for _, time_s in lot]
+        one.learn(lot, 0.01 * start)
+    assert np.mean(hits[300:]) == pytest.approx(quantile, abs=0.015)
     assert one.coverage(StepKind.DECODE, quantile) == pytest.approx(np.mean(hits[-1000:]), abs=1e-3)
+
+
+def test_steps_that_are_slow_together_do_not_widen_the_bound_beyond_what_they_took():
+    one = band(quantiles=(0.95,))
+    for start in range(0, 400, 20):
+        times_s = 0.01 * np.exp(still(20, seed=start))
+        one.learn([(DECODE, float(time_s)) for time_s in times_s], float(start))
+    one.learn([(DECODE, 0.013)] * 20, 500.0)
+    one.learn([(DECODE, 0.01)] * 20, 501.0)
+    assert one.predict_upper(DECODE, 0.95) < 0.015
 
 
 def test_kinds_learned_from_at_once_are_told_apart():
@@ -119,9 +130,9 @@ def test_kinds_learned_from_at_once_are_told_apart():
 
 def test_with_another_model_bounds_know_what_was_learned_from_at_once():
     """Late lessons make bounds wider; a model that says twice as much changes nothing of that."""
-    one = band(quantiles=(0.95,))
+    one, times_s = band(quantiles=(0.95,)), 0.01 * np.exp(chains(7))
     for start in range(0, 2000, 12):
-        lot = [(DECODE, 0.01 * math.exp(log_ratio)) for log_ratio in chains(7)[start : start + 12]]
+        lot = [(DECODE, float(time_s)) for time_s in times_s[start : start + 12]]
         one.learn(lot, float(start))
     before_s = one.predict_upper(DECODE, 0.95)
     one.replace_model(Constant(0.02))
