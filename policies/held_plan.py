@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-# For so long at most: by then the estimator has learned two or three times, and contexts are some
+# For so long at most: by then the estimator has learned a few times, and contexts are some
 # tokens longer. Only if the step took no more than this part of its limit.
 HELD_S, HELD_SHARE = 0.1, 0.9
 

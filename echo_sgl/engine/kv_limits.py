@@ -13,7 +13,7 @@ from echo_sgl.policies.reserve import BurstReserve
 logger = logging.getLogger(__name__)
 
 # As steps are learned from: what the model ran left nothing of this in the CPU's caches.
-OBSERVE_EVERY_S = 0.04
+OBSERVE_EVERY_S = 0.02
 # So small a part of the pool is grown in between by decodes.
 GROWTH_PARTS = 256
 
