@@ -1,20 +1,26 @@
-"""The arms of the ablation: stock servers, and one arm for each preset with the run's promises."""
+"""The arms of the ablation: stock servers, and one arm for each preset with the run's promises.
+
+`echo:steps.place_share=0.5:estimator.quantile=0.9` is an arm too: a preset with other settings.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
+from collections.abc import Sequence
 from typing import Any
 
 from echo_sgl.config import resolve_config_path
 from echo_sgl.types import OFFLINE_SERVICE_TIER
-from eval.arms import ARMS, Arm
-from eval.cache_arms import Sections, with_settings
+from eval.arms import ARMS, Arm, pick_arms
+from eval.cache_arms import Sections, parse_settings, with_settings
 from eval.slo import Slo
 
 PRESETS = ("bs", "bs-e", "bs-e-s", "echo", "hygen", "bros", "ooco")
 ERRORS = (-0.10, -0.05, -0.01, 0.0, 0.01, 0.05, 0.10)
 BASE_ARM = "stock-priority"
+_FILE_NAME = re.compile(r"[\w.:=-]+", re.ASCII)
 
 
 def preset_arm(name: str, **changes: dict[str, Any]) -> Arm:
@@ -43,6 +49,29 @@ ABLATION_ARMS: dict[str, Arm] = {
     **{f"{name}-mixed": mixed(arm) for name, arm in _COMPARED.items()},
     **{error_arm_name(error): preset_arm("echo", estimator={"error": error}) for error in ERRORS},
 }
+
+
+def ablation_arms(names: Sequence[str]) -> dict[str, Arm]:
+    """The named arms, in the given order; files are named after them.
+
+    Errors: `ValueError` names the arm and what is wrong with it; `ConfigError` a setting.
+    """
+    known = dict(ABLATION_ARMS)
+    for name in names:
+        base, colon, settings = name.partition(":")
+        if colon and base in known:
+            known[name] = _changed(name, known[base], settings)
+    return pick_arms(names, known)
+
+
+def _changed(name: str, arm: Arm, settings: str) -> Arm:
+    if not arm.settings:
+        raise ValueError(f"arm {name!r}: a stock server has no settings of Echo's to change")
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(
+            f"arm {name!r} names files: only letters, digits and . : = _ - are allowed"
+        )
+    return with_settings(arm, parse_settings(settings.split(":")))
 
 
 def with_promises(arm: Arm, slo: Slo, changes: Sections) -> Arm:

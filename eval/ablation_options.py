@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo_sgl.errors import ConfigError
-from eval.ablation_arms import ABLATION_ARMS, BASE_ARM, PRESETS, with_promises
-from eval.arms import Arm, pick_arms
+from eval.ablation_arms import BASE_ARM, PRESETS, ablation_arms, with_promises
+from eval.arms import Arm
 from eval.cache_arms import Sections, parse_settings
 from eval.options import add_arguments, check_options, flag, option
 from eval.slo import Slo, parse_factors
@@ -40,7 +40,9 @@ class AblationOptions:
 
     name: str = option("", "results go to eval/results/ablation-NAME; default: the workload's")
     workload: str = option("azure-qmsum", "one of " + ", ".join(WORKLOADS))
-    arms: str = option(",".join(("stock", BASE_ARM, *PRESETS)), "comma list of arms")
+    arms: str = option(
+        ",".join(("stock", BASE_ARM, *PRESETS)), "comma list; settings: echo:steps.limit=off:..."
+    )
     settings: str = option("", "config of all Echo arms, e.g. estimator.profile=FILE,...")
     model: str = option("base", "demo model size (tiny, small, base), folder or hub id")
     repetitions: int = option(5, "runs of each arm; their order alternates", 1)
@@ -102,7 +104,7 @@ class AblationOptions:
         return f"ablation-{self.name or self.workload}"
 
     def picked_arms(self) -> dict[str, Arm]:
-        return pick_arms([name.strip() for name in self.arms.split(",")], ABLATION_ARMS)
+        return ablation_arms([name.strip() for name in self.arms.split(",")])
 
     def _check_apart(self) -> None:
         """Only Echo's scheduler tells when its pool has a whole window, and forgets traffic."""

@@ -14,7 +14,14 @@ import pytest
 from echo_sgl.config import load_config, parse_config, resolve_config_path
 from echo_sgl.types import Task, task_of_service_tier
 from eval.ablation import best_reference, in_order
-from eval.ablation_arms import ABLATION_ARMS, ERRORS, PRESETS, error_arm_name, with_promises
+from eval.ablation_arms import (
+    ABLATION_ARMS,
+    ERRORS,
+    PRESETS,
+    ablation_arms,
+    error_arm_name,
+    with_promises,
+)
 from eval.ablation_figures import (
     at_equal_attainment,
     ceiling_figures,
@@ -77,11 +84,27 @@ def test_error_arms_are_echo_but_for_the_error() -> None:
                                                                       "error+10"]  # fmt: skip
 
 
+def test_an_arm_may_be_a_preset_with_other_settings() -> None:
+    name = "echo:steps.place_share=0.5:estimator.quantile=0.9"
+    arms = ablation_arms(["echo", name, "echo-mixed:steps.park=false"])
+    assert arms["echo"] == ABLATION_ARMS["echo"]
+    config, unchanged = parse_config(arms[name].settings), parse_config(arms["echo"].settings)
+    assert (config.steps.place_share, config.estimator.quantile) == (0.5, 0.9)
+    steps = dataclasses.replace(config.steps, place_share=unchanged.steps.place_share)
+    assert steps == unchanged.steps
+    assert arms["echo-mixed:steps.park=false"].args == ABLATION_ARMS["echo-mixed"].args
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--workload", "chat"], "--workload is 'chat'; allowed are azure-qmsum, bursts-loogle"),
         (["--arms", "stock,bs-x"], "unknown arm 'bs-x'; known are stock,"),
+        (["--arms", "bs-x:steps.park=false"], "unknown arm 'bs-x:steps.park=false'; known are"),
+        (["--arms", "echo:park"], "'park' is not of the form section.key=value"),
+        (["--arms", "echo:steps.place_share=2"], "steps.place_share is 2"),
+        (["--arms", "stock:steps.park=false"], "a stock server has no settings"),
+        (["--arms", "echo:estimator.profile=a/b"], "only letters, digits and . : = _ -"),
         (["--slo-factor", "0.5"], "--slo-factor is '0.5'"),
         (["--answer-lengths", "long"], "allowed are equal, lognormal"),
         (["--settings", "steps.limit=fast"], "steps.limit is 'fast'; allowed are"),
