@@ -48,8 +48,8 @@ class ConformalBand:
     the bound that stood before them, and their excess is what they were beyond what was expected
     then: so the bound covers what it says even if the caller learns late. (The step in flight while
     others are learned from was planned by the bound before that.) Until `MIN_STEPS` of a kind were
-    seen, the bound is `cold_ratio` times the prediction, and the evidence is missing; after
-    `stale_s` without a step it is stale.
+    seen, the bound is `cold_ratio` times the prediction, or what is expected if that is more, and
+    the evidence is missing; after `stale_s` without a step it is stale.
     The caller falls back to its conservative side on either.
 
     Source: adaptive conformal inference (Gibbs and Candes, 2021) on relative residuals.
@@ -124,11 +124,18 @@ class ConformalBand:
         """Go on with another model: recent steps are compared with what it would have said."""
         self._model = model
         for band in self._bands.values():
+            before = math.fsum(one.log_ratio for one in band.recent)
             band.replace(
                 [(one.row, one.time_s, self._log_ratio(one.row, one.time_s)) for one in lot]
                 for lot in band.lots()
             )
-            band.drift.restart()
+            if band.recent:
+                after = math.fsum(one.log_ratio for one in band.recent)
+                band.drift.shift((after - before) / len(band.recent))
+
+    def recent(self, kind: StepKind) -> list[tuple[BatchRow, float]]:
+        """The steps of this kind that bounds rest on, with their times, oldest first."""
+        return [(one.row, one.time_s) for one in self._bands[kind].recent]
 
     def central_ratio(self, kind: StepKind) -> float:
         """What a step of this kind takes beside the prediction, as likely more as less; 1 before.
@@ -168,7 +175,7 @@ class ConformalBand:
     def _bound(self, band: _Band, quantile: float) -> float:
         tracker = band.tracker(quantile)
         if len(band.recent) < self.MIN_STEPS:
-            return self._cold_ratio
+            return self._cold_ratio * max(1.0, band.centre())
         excess = min(MOST_LOG_BOUND, tracker.bound(band.excesses))
         ratio = band.bounds[quantile] = band.centre() * math.exp(excess)
         return ratio
@@ -323,11 +330,22 @@ class _Band:
     def _keep(self, lot: _Lot, expected: float) -> None:
         self._changed()
         self._num_lots += 1
+        is_first = len(self.recent) < self._num_last
         for row, time_s, log_ratio in lot:
             excess = log_ratio - expected
             self.recent.append(_Noted(row, time_s, log_ratio, excess, self._num_lots))
             insort(self._ratios, log_ratio)
             insort(self.excesses, excess)
+        if is_first and len(self.recent) >= self._num_last:
+            self._restate()
+
+    def _restate(self) -> None:
+        """Of the first steps nothing was expected: a factor that all share is no excess."""
+        self._changed()
+        expected = self._expect()
+        first = [one._replace(excess=one.log_ratio - expected) for one in self.recent]
+        self.recent = deque(first)
+        self.excesses = array("d", sorted(one.excess for one in first))
 
     def _changed(self) -> None:
         self.bounds.clear()

@@ -30,6 +30,11 @@ class DriftDetector:
         self._num_in_block = self._num_blocks = 0
         self._block_sum = self._mean = self._square_sum = self._up = self._down = 0.0
 
+    def shift(self, by: float) -> None:
+        """Values are told from another zero from now on, and the same is normal as before."""
+        self._mean += by
+        self._block_sum += by * self._num_in_block
+
     def observe(self, value: float) -> bool:
         """Take in a value; True when it completes a drift. O(1)."""
         self._num_in_block += 1

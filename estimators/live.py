@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from echo_sgl.batch_shape import BatchRow, BatchShape, Step, StepKind
+from echo_sgl.batch_shape import BatchRow, BatchShape, FloatArray, Step, StepKind
+from echo_sgl.estimators.anchors import Anchors
 from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.conformal import FLOOR_S, ConformalBand, Evidence
+from echo_sgl.estimators.held_out import Samples
 from echo_sgl.estimators.refit import RefitBuffer, refitted
 
 STALE_CHECK_EVERY_S = 1.0
@@ -30,7 +32,8 @@ class LiveBatchTime:
     tried every `FIRST_FIT_STEPS`, until the steps seen can tell what each term costs. A fit
     that is refused keeps the old model, is counted, and leaves its reason. `refit_steps` 0: a
     model that is there is never fitted again. `error` makes every prediction wrong by that
-    share, for experiments; coverage is that of the bound without it.
+    share, for experiments; coverage is that of the bound without it. `calibrated`: the largest step
+    that the model was calibrated with, if it was: fits stay near it where live steps tell nothing.
 
     As long as nothing is known, predictions are infinite: a step of unknown cost fits no
     limit, and the caller needs a rule of its own for that time. `upper` is `upper_s` as a
@@ -56,6 +59,7 @@ class LiveBatchTime:
         stale_s: float = 60.0,
         error: float = 0.0,
         rng_seed: int = 0,
+        calibrated: Mapping[str, int] | None = None,
     ) -> None:
         if not (math.isfinite(error) and error > -1):
             raise ValueError(f"error is {error}; it must be above -1, or no step takes time")
@@ -65,6 +69,7 @@ class LiveBatchTime:
         )
         self._model = model
         self._band = ConformalBand(model, quantiles=(quantile,), stale_s=stale_s)
+        self._anchors = Anchors(model, calibrated) if calibrated is not None else None
         self._steps_since_fit = 0
         # They go into the buffer some at a time: to fetch it takes longer than to put one in.
         self._ahead: list[tuple[BatchRow, float]] = []
@@ -188,7 +193,7 @@ class LiveBatchTime:
         self._buffer_ahead()
         self._steps_since_fit = 0
         try:
-            self._model = refitted(self._model, self._buffer)
+            self._model = refitted(self._model, self._buffer, self._anchored)
         except ValueError as error:
             self.last_refusal = str(error)
             self.num_refusals += 1
@@ -196,6 +201,12 @@ class LiveBatchTime:
         self.num_refits += 1
         self._asked = None, 0.0
         self._band.replace_model(self._model)
+
+    def _anchored(self, rows: FloatArray) -> Samples:
+        """What calibration knew beyond these rows; nothing where there was none."""
+        if self._anchors is None:
+            return rows[:0], rows[:0, 0]
+        return self._anchors.samples(rows, {kind: self._band.recent(kind) for kind in StepKind})
 
 
 @dataclass(frozen=True, slots=True)

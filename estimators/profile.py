@@ -30,7 +30,8 @@ class Profile:
     `device` and `model` are the accelerator's and the language model's names, `date` is ISO
     8601; `errors` were measured on steps that the fit did not see. `largest_step`: the highest
     value of each column of `BatchRow` among the measured steps. `host`: what the server takes
-    beside its device. Both are None in older files.
+    beside its device. `num_ranks` devices share each layer (tensor parallel), whose weights are of
+    the type and quantization `weights`. All of these are None in older files.
     """
 
     device: str
@@ -42,6 +43,8 @@ class Profile:
     estimator: BatchTimeModel
     largest_step: dict[str, int] | None = None
     host: HostTime | None = None
+    num_ranks: int | None = None
+    weights: str | None = None
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -89,9 +92,17 @@ def replaced_profile(path: str | os.PathLike[str]) -> Profile | None:
 
 
 def load_profile(
-    path: str | os.PathLike[str], *, device: str, model: str, force: bool = False
+    path: str | os.PathLike[str],
+    *,
+    device: str,
+    model: str,
+    num_ranks: int | None = None,
+    weights: str | None = None,
+    force: bool = False,
 ) -> Profile:
     """Read a profile for this device and language model; `force` takes one for others too.
+
+    What the caller or the file does not tell (None) is not compared.
 
     Errors: `ConfigError` names the file, the field, the given value and what is allowed.
     """
@@ -107,12 +118,16 @@ def load_profile(
         if not force:
             _require_same("device", profile.device, device)
             _require_same("model", profile.model, model)
+            for field, here in (("num_ranks", num_ranks), ("weights", weights)):
+                measured = getattr(profile, field)
+                if None not in (measured, here):
+                    _require_same(field, measured, here)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{file}: {error}") from error
     return profile
 
 
-def _require_same(field: str, measured: str, here: str) -> None:
+def _require_same(field: str, measured: object, here: object) -> None:
     if measured != here:
         raise ValueError(
             f"{field} is {measured!r} and this server's is {here!r}; its times say nothing "
@@ -169,6 +184,8 @@ def _parse(table: _Table) -> Profile:
         estimator=_estimator(table.table("estimator")),
         largest_step=_largest_step(table) if "largest_step" in table else None,
         host=_host(table.table("host")) if "host" in table else None,
+        num_ranks=table.take("num_ranks", int) if "num_ranks" in table else None,
+        weights=table.take("weights", str) if "weights" in table else None,
     )
     table.close()
     return profile

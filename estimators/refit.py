@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -53,16 +54,24 @@ class RefitBuffer:
         return table[:, :-1], table[:, -1]
 
 
-def refitted(model: BatchTimeModel, buffer: RefitBuffer) -> BatchTimeModel:
+def refitted(
+    model: BatchTimeModel,
+    buffer: RefitBuffer,
+    anchors: Callable[[FloatArray], Samples] = lambda rows: (rows[:0], rows[:0, 0]),
+) -> BatchTimeModel:
     """A copy of the model, fitted to the buffer's steps; the model itself stays as it is.
 
-    A model without coefficients is fitted to all steps first, to see which are outliers.
+    `anchors` tells steps that count beside these rows, see `Anchors`. A model without coefficients
+    is fitted to all steps first, to see which are outliers.
     Errors: `ValueError` names the column that is too rare or constant; keep the old model.
     """
     rows, times_s = buffer.samples()
     if model.coefficients_ is None:
         model = copy.copy(model).fit(rows, times_s)
-    return copy.copy(model).fit(rows, clip_outliers(model, rows, times_s))
+    times_s = clip_outliers(model, rows, times_s)
+    more_rows, more_s = anchors(rows)
+    rows, times_s = np.concatenate([rows, more_rows]), np.concatenate([times_s, more_s])
+    return copy.copy(model).fit(rows, times_s)
 
 
 def clip_outliers(model: BatchTimeModel, rows: FloatArray, times_s: FloatArray) -> FloatArray:

@@ -19,7 +19,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,14 @@ def live_steps(server: Server, vocab: int, options: argparse.Namespace) -> Sampl
     return table[:, :num_columns], table[:, num_columns]
 
 
-def live_errors(model: BatchTimeModel, samples: Samples) -> dict[str, tuple[float, float]]:
-    """MAPE and coverage of what the scheduler asks, by kind: it learns from the steps before."""
-    live = LiveBatchTime(model, quantile=QUANTILE)
+def live_errors(
+    model: BatchTimeModel, samples: Samples, largest_step: Mapping[str, int] | None
+) -> dict[str, tuple[float, float]]:
+    """MAPE and coverage of what the scheduler asks, by kind: it learns from the steps before.
+
+    `largest_step`: of calibration, see `Profile`.
+    """
+    live = LiveBatchTime(model, quantile=QUANTILE, calibrated=largest_step)
     errors: dict[str, list[tuple[float, bool]]] = {}
     lessons, now_s = Lessons(live), 0.0
     for number, (values, time_s) in enumerate(zip(*samples, strict=True)):
@@ -173,7 +178,7 @@ def judge(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     save_profile(profile, options.folder / f"{size}-profile.json")
     rows, off = [], scatter(live)
     for name, model in calibration.models.items():
-        learning = live_errors(model, live)
+        learning = live_errors(model, live, profile.largest_step)
         for kind, error in held_out_errors(model, live).items():
             mask = np.array([BatchRow(*map(int, row)).kind is kind for row in live[0]])
             rows.append(

@@ -13,6 +13,7 @@ from echo_sgl.engine.seams import KNOWN_SGLANG_VERSION
 def server_facts(scheduler: Any) -> dict[str, Any]:
     """Device, model and limits of a scheduler, as plain values.
 
+    `num_ranks` devices share each layer; `weights` names their type and quantization.
     `transformer` holds the sizes of `estimators.roofline_time.Transformer` per rank, or None
     where the model does not have them; `captured_batch_sizes` are those of decode graphs.
     """
@@ -20,6 +21,8 @@ def server_facts(scheduler: Any) -> dict[str, Any]:
     return {
         "device": device_name(),
         "model": Path(scheduler.server_args.model_path).name,
+        "num_ranks": scheduler.server_args.tp_size,
+        "weights": _weights(model_config),
         "sglang_version": KNOWN_SGLANG_VERSION,
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_context_tokens": model_config.context_len,
@@ -30,6 +33,11 @@ def server_facts(scheduler: Any) -> dict[str, Any]:
         "transformer": _transformer(model_config, scheduler.server_args.tp_size),
         "captured_batch_sizes": captured_batch_sizes(scheduler.tp_worker.model_runner),
     }
+
+
+def _weights(model_config: Any) -> str:
+    dtype = str(model_config.dtype).removeprefix("torch.")
+    return f"{dtype} {model_config.quantization}" if model_config.quantization else dtype
 
 
 def captured_batch_sizes(model_runner: Any) -> list[int]:

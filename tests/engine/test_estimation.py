@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import CALIBRATE_ENV, FORCE_PROFILE_ENV, EchoConfig, parse_config
-from echo_sgl.engine.estimation import create_live_batch_time
+from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
 from echo_sgl.engine.server_facts import captured_batch_sizes
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.profile import Profile, save_profile
@@ -21,8 +22,19 @@ from tests.estimators.steps import shape_of, true_model
 SERVER: dict[str, Any] = {
     "device": "some device",
     "model": "some model",
+    "num_ranks": 1,
+    "weights": "bfloat16",
     "transformer": None,
     "captured_batch_sizes": [],
+}
+LARGEST = {
+    "num_prefills": 8,
+    "prefill_tokens": 2048,
+    "cached_tokens": 4000,
+    "prefill_area": 20_000_000,
+    "num_decodes": 64,
+    "decode_tokens": 64_000,
+    "max_decode_tokens": 4000,
 }
 SIZES = {
     "num_layers": 2,
@@ -41,7 +53,18 @@ def profile(tmp_path: Path) -> Path:
     """A pooled model, measured on "some device" with "some model"."""
     path = tmp_path / "profile.json"
     save_profile(
-        Profile("some device", "some model", "0.5.23", "2026-01-31", 500, {}, true_model("pooled")),
+        Profile(
+            "some device",
+            "some model",
+            "0.5.23",
+            "2026-01-31",
+            500,
+            {},
+            true_model("pooled"),
+            largest_step=LARGEST,
+            num_ranks=1,
+            weights="bfloat16",
+        ),
         path,
     )
     return path
@@ -71,15 +94,25 @@ def test_settings_of_the_config_reach_the_estimator(profile):
     assert live.predict_s(shape) == pytest.approx(1.1 * true_model("pooled").predict_s(shape))
     for _ in range(40):
         live.observe(shape, 0.01, 1.0)
-    assert live.num_refusals == 2
+    assert live.num_refits == 2
     assert live.evidence(StepKind.DECODE, 5.5) == "fresh"
     assert live.evidence(StepKind.DECODE, 6.5) == "stale"
 
 
-@pytest.mark.parametrize("field", ["device", "model"])
-def test_a_profile_of_something_else_is_refused_unless_forced(profile, field, monkeypatch):
-    settings, other = config(estimator={"profile": str(profile)}), SERVER | {field: "another"}
-    with pytest.raises(ConfigError, match=f"{field} is 'some {field}'.*--force-profile"):
+@pytest.mark.parametrize(
+    ("field", "measured", "here"),
+    [
+        ("device", "some device", "another"),
+        ("model", "some model", "another"),
+        ("num_ranks", 1, 4),
+        ("weights", "bfloat16", "bfloat16 fp8"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused_unless_forced(
+    profile, field, measured, here, monkeypatch
+):
+    settings, other = config(estimator={"profile": str(profile)}), SERVER | {field: here}
+    with pytest.raises(ConfigError, match=f"{field} is {measured!r}.*--force-profile"):
         create_live_batch_time(settings, other)
     monkeypatch.setenv(FORCE_PROFILE_ENV, "1")
     assert create_live_batch_time(settings, other).is_ready
@@ -104,6 +137,45 @@ def test_a_promise_that_an_idle_server_breaks_is_refused_with_the_figure(profile
     settings = config(slo={"ttft_s": 1.0, "tpot_s": 1e-4}, estimator={"profile": str(profile)})
     with pytest.raises(ConfigError, match=r"slo.tpot_s promises 0.0001 s, .* alone takes 0.0059 s"):
         create_live_batch_time(settings, SERVER)
+
+
+def test_who_forces_a_profile_is_warned_of_a_promise_that_it_says_is_broken(
+    profile, monkeypatch, caplog
+):
+    monkeypatch.setenv(FORCE_PROFILE_ENV, "1")
+    settings = config(slo={"ttft_s": 1.0, "tpot_s": 1e-4}, estimator={"profile": str(profile)})
+    assert create_live_batch_time(settings, SERVER | {"num_ranks": 4}).is_ready
+    assert "slo.tpot_s promises 0.0001 s" in caplog.text
+
+
+def test_a_fit_to_live_steps_keeps_what_calibration_knew_beyond_them(profile):
+    """All prompts of an hour are short; then a chunk comes, ten times as long as any of them."""
+    truth, rng = true_model("pooled"), random.Random(0)
+    live = create_live_batch_time(config(estimator={"profile": str(profile)}), SERVER)
+    for number in range(1200):
+        is_prefill = number % 4 == 0
+        shape = shape_of([(rng.randint(180, 220), 0)] if is_prefill else [(0, 250)] * 8)
+        noise = rng.uniform(0.9, 1.1)
+        live.observe(shape, 1.5 * noise * truth.predict_s(shape), 0.01 * number)
+    assert live.num_refits == 2
+    chunk = shape_of([(2048, 0)])
+    assert live.predict_s(chunk) == pytest.approx(1.5 * truth.predict_s(chunk), rel=0.1)
+
+
+@pytest.mark.parametrize(("tpot_s", "num_warnings"), [(1e-4, 1), (1.0, 0)])
+def test_without_a_profile_a_promise_out_of_reach_is_told_once_when_steps_show_it(
+    tpot_s, num_warnings, caplog
+):
+    truth, rng = true_model("pooled"), random.Random(0)
+    settings = config(slo={"ttft_s": 1.0, "tpot_s": tpot_s})
+    live = create_live_batch_time(settings, SERVER)
+    watch = FloorWatch(settings.slo, live)
+    for number in range(200):
+        watch.look(0.01 * number)
+        decodes = [(0, 50 + number)] * rng.randint(1, 8)
+        shape = shape_of([(rng.randint(1, 400), 0)] if number % 3 == 0 else decodes)
+        live.observe(shape, truth.predict_s(shape), 0.01 * number)
+    assert caplog.text.count("slo.tpot_s promises 0.0001 s") == num_warnings
 
 
 def test_a_roofline_needs_sizes_that_the_model_tells():
