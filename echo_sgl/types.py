@@ -19,6 +19,9 @@ class Task(StrEnum):
 OFFLINE_SERVICE_TIER = "flex"
 ONLINE_SERVICE_TIERS = ("auto", "default", "priority")
 
+# How far back `/echo/trace` looks.
+MAX_TRACE_S = 3600.0
+
 
 def task_of_service_tier(service_tier: object) -> Task:
     """Map OpenAI's `service_tier` to a task class; absent means online.

@@ -33,6 +33,7 @@ from echo_sgl.estimators.held_out import (
 from echo_sgl.estimators.host_time import Beside, HostTime, fit_host_time
 from echo_sgl.estimators.profile import Profile
 from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
+from echo_sgl.types import MAX_TRACE_S
 
 HELD_OUT_SHARE = 0.25
 REQUEST_TIMEOUT_S = 300.0
@@ -45,6 +46,8 @@ POLL_S = 0.5
 DECODE_TOKENS = 16
 # Ids below these are often special tokens of a tokenizer.
 FIRST_TOKEN_ID = 16
+Note = dict[str, Any]
+"""A step as `/echo/trace` tells it, by the names of its columns."""
 
 
 class BusyServerError(StepsError):
@@ -92,6 +95,8 @@ class Calibration:
             estimator=self.models[chosen],
             largest_step=self.largest_step,
             host=self.host,
+            num_ranks=self.server.get("num_ranks"),
+            weights=self.server.get("weights"),
         )
 
 
@@ -134,6 +139,7 @@ class Driver:
         self._lone_s: list[float] = []
         self._beside_s: dict[int, list[float]] = {}
         self._start_s = 0.0
+        self._probed: list[Note] = []
 
     def require_idle(self, *, within_s: float = 0.0) -> None:
         """Wait that long at most. Errors: `BusyServerError` says what is running."""
@@ -156,6 +162,8 @@ class Driver:
         self._beside_s = {
             count: self._times_beside(count) for count in BESIDE_PROMPT_TOKENS if count <= most
         }
+        # Now: the grid has prompts of these lengths, too, and more steps than the server keeps.
+        self._probed = self._notes()
         for wave in grid(self.server, self._random):
             self._send(wave)
             elapsed_s = time.monotonic() - self._start_s
@@ -176,17 +184,20 @@ class Driver:
 
     def host_time(self) -> HostTime | None:
         """What the server took beside its device in `measure`; None if its steps do not tell."""
-        elapsed_s = time.monotonic() - self._start_s
-        [replica] = fetch_replicas(self._url, "/echo/trace", self._api_key, seconds=elapsed_s)
-        notes = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
-        gaps = host_gaps(notes)
-        lone_s = list(zip(self._lone_s, _prefill_times(notes, LONE_PROMPT_TOKENS), strict=False))
+        gaps, probed = host_gaps(self._notes()), self._probed
+        lone_s = list(zip(self._lone_s, _prefill_times(probed, LONE_PROMPT_TOKENS), strict=False))
         if not gaps or not lone_s:
             return None
-        beside = [one for count in self._beside_s for one in self._beside(notes, count)]
+        beside = [one for count in self._beside_s for one in self._beside(probed, count)]
         return fit_host_time(gaps, lone_s, beside)
 
-    def _beside(self, notes: Sequence[dict[str, Any]], num_decoding: int) -> list[Beside]:
+    def _notes(self) -> list[Note]:
+        """The steps of `measure` so far, of the last hour if it takes longer."""
+        elapsed_s = min(MAX_TRACE_S, time.monotonic() - self._start_s)
+        [replica] = fetch_replicas(self._url, "/echo/trace", self._api_key, seconds=elapsed_s)
+        return [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
+
+    def _beside(self, notes: Sequence[Note], num_decoding: int) -> list[Beside]:
         """The requests that came meanwhile, with the steps that they became."""
         length = BESIDE_PROMPT_TOKENS[num_decoding]
         period_s = decode_period_s(notes, length)
@@ -254,7 +265,7 @@ class Driver:
         return replicas[0]
 
 
-def _prefill_times(notes: Sequence[dict[str, Any]], prompt_tokens: int) -> list[float]:
+def _prefill_times(notes: Sequence[Note], prompt_tokens: int) -> list[float]:
     """Of steps that prefilled such a prompt and nothing else."""
     return [
         note["time_s"]
@@ -263,7 +274,7 @@ def _prefill_times(notes: Sequence[dict[str, Any]], prompt_tokens: int) -> list[
     ]
 
 
-def decode_period_s(notes: Sequence[dict[str, Any]], prompt_tokens: int) -> float:
+def decode_period_s(notes: Sequence[Note], prompt_tokens: int) -> float:
     """From the start of a decode step to that of the next, while such prompts came; 0 if none."""
     places = [place for place, one in enumerate(notes) if one["prefill_tokens"] == prompt_tokens]
     during = notes[places[0] : places[-1]] if places else []
@@ -275,7 +286,7 @@ def decode_period_s(notes: Sequence[dict[str, Any]], prompt_tokens: int) -> floa
     return float(np.median(periods_s)) if periods_s else 0.0
 
 
-def host_gaps(notes: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+def host_gaps(notes: Sequence[Note]) -> list[tuple[int, float]]:
     """Of steps that another one waited for: their requests, and the time until that began.
 
     The next step decodes: then somebody was there all the time between the two.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from echo_sgl.errors import EchoError
+from echo_sgl.types import MAX_TRACE_S
 
 
 class TraceFileError(EchoError, OSError):
@@ -16,7 +17,9 @@ class TraceFileError(EchoError, OSError):
 
 def trace(
     output: Annotated[Path, typer.Option(help="JSON file to write.")],
-    seconds: Annotated[float, typer.Option(help="How far to look back.", min=0.1, max=3600)] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(help="How far to look back.", min=0.1, max=MAX_TRACE_S)
+    ] = 10.0,
     url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:30000",
     api_key: Annotated[
         str | None,

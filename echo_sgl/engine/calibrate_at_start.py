@@ -14,15 +14,18 @@ from echo_sgl.engine.settings import active_config
 def start_calibration(server_args: Any) -> subprocess.Popen[bytes] | None:
     """Start `echo-sgl calibrate` beside the launcher, if `ECHO_SGL_CALIBRATE_S` asks for it.
 
-    It waits until the server answers, and ends when the launcher does. The API key goes by
-    the environment: every user of the machine sees arguments.
+    It stores the model that the config names, in whose place the profile is used. It waits until
+    the server answers, and ends when the launcher does. The API key goes by the environment:
+    every user of the machine sees arguments.
     """
     seconds = os.environ.get(CALIBRATE_ENV)
     if not seconds:
         return None
+    estimator = active_config().estimator
     options = {
         "--url": server_args.url(),
-        "--output": active_config().estimator.profile,
+        "--output": estimator.profile,
+        "--model": estimator.model,
         "--seconds": seconds,
     }
     arguments = [part for option in options.items() for part in option]

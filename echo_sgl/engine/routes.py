@@ -26,9 +26,9 @@ from echo_sgl.engine.questions import (
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.turns import OfflineTurns
 from echo_sgl.errors import EchoError
+from echo_sgl.types import MAX_TRACE_S
 
 MAX_ID_CHARS = 512
-MAX_TRACE_S = 3600.0
 AFTER_PATTERN = r"^([0-9]{1,6}:[0-9]{1,15}(,[0-9]{1,6}:[0-9]{1,15})*)?$"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, rows_of
 from echo_sgl.cli.calibrate import host_line
-from echo_sgl.cli.calibration import DECODE_TOKENS, decode_period_s, fit_all, grid, host_gaps
+from echo_sgl.cli.calibration import (
+    DECODE_TOKENS,
+    Driver,
+    decode_period_s,
+    fit_all,
+    grid,
+    host_gaps,
+)
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
@@ -27,6 +35,8 @@ FORGETS = '"POST /echo/forget-traffic HTTP/1.1" 200'
 SERVER: dict[str, Any] = {
     "device": "some device",
     "model": "some model",
+    "num_ranks": 1,
+    "weights": "bfloat16",
     "sglang_version": "0.5.23",
     "max_total_tokens": 3000,
     "max_context_tokens": 2048,
@@ -35,6 +45,14 @@ SERVER: dict[str, Any] = {
     "vocab": 500,
     "transformer": None,
     "captured_batch_sizes": [],
+}
+
+IDLE: dict[str, Any] = {
+    "server": SERVER,
+    "num_running": 0,
+    "num_waiting": 0,
+    "num_steps": 1,
+    "rows": [[0.0] * (len(BatchRow._fields) + 1)],
 }
 
 
@@ -157,6 +175,39 @@ def test_the_period_of_a_decode_is_told_by_steps_that_follow_one_another() -> No
     assert decode_period_s(notes, 8) == 0.0
 
 
+def test_the_hosts_time_is_that_of_the_probes_whatever_the_grid_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beside = [(0.0, 1, 9), (0.02, 0, 0), (0.05, 0, 0), (0.07, 1, 9), (0.10, 0, 0), (0.15, 1, 9)]
+    probes = [(-1.0, 1, 8), *beside]
+    # Decodes of a whole batch later, until another prompt of nine tokens.
+    grid_steps = [(1.0, 0, 0), (1.9, 0, 0), (2.8, 0, 0), (3.7, 1, 9)]
+    hosts = []
+    for steps in (probes, probes + grid_steps):
+        answers = [probes, steps]
+        monkeypatch.setattr(
+            "echo_sgl.cli.calibration.fetch_replicas",
+            lambda *args, answers=answers, **options: [replica_of(answers.pop(0))],
+        )
+        monkeypatch.setattr("echo_sgl.cli.calibration.fetch_steps", lambda *args: [IDLE])
+        monkeypatch.setattr(Driver, "_generate", lambda *args: time.sleep(0.002))
+        driver = Driver("http://127.0.0.1:9", None, random.Random(0))
+        driver.measure(0.001, on_wave=lambda share: None)
+        host = driver.host_time()
+        assert host is not None
+        hosts.append(host)
+    assert hosts[1].busy_intake_s == pytest.approx(hosts[0].busy_intake_s, abs=0.01)
+
+
+def replica_of(steps: Sequence[tuple[float, int, int]]) -> dict[str, Any]:
+    """What `/echo/trace` answers."""
+    notes = [
+        {**note(start_s, 0.01, prefills, 1 - prefills), "prefill_tokens": tokens}
+        for start_s, prefills, tokens in steps
+    ]
+    return {"columns": list(notes[0]), "rows": [list(one.values()) for one in notes]}
+
+
 def test_the_hosts_time_is_told_in_milliseconds() -> None:
     line = host_line(HostTime(0.0012, 0.00005, 0.004, 0.009, 0.0007))
     assert line.startswith("host: 1.20 ms between steps and 0.050 ms more for each request")
@@ -182,7 +233,7 @@ def test_a_file_that_is_no_profile_is_never_replaced(tmp_path: Path) -> None:
 @pytest.mark.server
 def test_a_server_started_with_calibrate_writes_the_profile_and_serves_on(tmp_path: Path) -> None:
     profile, config = tmp_path / "profile.json", tmp_path / "echo.toml"
-    config.write_text(f'[estimator]\nprofile = "{profile}"\n')
+    config.write_text(f'[estimator]\nprofile = "{profile}"\nmodel = "linear"\n')
     args = (*CPU_ARGS, "--max-total-tokens", "20000", "--api-key", "secret")
     calibrate = ("--calibrate", "--calibrate-seconds", "10")
     with running_server(
@@ -204,6 +255,7 @@ def test_a_server_started_with_calibrate_writes_the_profile_and_serves_on(tmp_pa
         stored = load_profile(profile, device=here["device"], model=here["model"])
         assert stored.num_samples > 30
         assert stored.host is not None and stored.host.intake_s > 0
+        assert stored.estimator.NAME == "linear"
         assert "(best)" in server.log()
 
 
