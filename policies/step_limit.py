@@ -44,6 +44,19 @@ class Promise:
             return due_s
         return min(due_s, first_token_s + num_tokens * self.tpot_s)
 
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is promised."""
+        return math.isfinite(min(self.ttft_s, self.tpot_s))
+
+    def is_kept(
+        self, num_tokens: int, *, arrival_s: float, first_token_s: float, end_s: float
+    ) -> bool:
+        """Whether an answer of so many tokens came in time."""
+        if first_token_s - arrival_s > self.ttft_s:
+            return False
+        return num_tokens < 2 or (end_s - first_token_s) / (num_tokens - 1) <= self.tpot_s
+
 
 class Ending(NamedTuple):
     """An online decode with few tokens left: how many, and when the last of them is due."""
@@ -139,7 +152,7 @@ class StepLimit(ABC):
         """Online requests wait for their first tokens when the next step is planned."""
 
     def note_request(self, is_met: bool) -> None:
-        """An online request ended, with or without its promise kept."""
+        """An online request ended that was promised something, and its promise was kept or not."""
 
     def forget_requests(self) -> None:
         """The online requests until now were no traffic: what they taught does not count."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 NOT_KEPT_EXIT = 1
 # A step shorter than this share of the tightest limit leaves no room for offline work.
 LOW_SHARE = 0.02
+# Settings that a replay changes itself.
+MOVED = {("steps", "budget_s"), ("steps", "adapt_budget")}
 
 
 def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
@@ -33,7 +35,6 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     jobs: Annotated[
         Path | None, typer.Option(help="Job file as offline work.  [default: synthetic lines]")
     ] = None,
-    config: Annotated[str, typer.Option(help="Config that the preset is a copy of.")] = "echo",
     seconds: Annotated[float, typer.Option(help="Of the trace, from its start.", min=1)] = 60.0,
     speed: Annotated[float, typer.Option(help="Replay so many times as fast.", min=0.01)] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
@@ -51,15 +52,17 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
 
         echo-sgl budget --slo ttft_p99=1s,tpot_p99=50ms --trace azure.csv --output mine.toml
 
-    The server must run with steps.limit = "budget"; it goes on with the budget tried last.
-    Exit code 1: the SLO cannot be kept.
+    The server must run with steps.limit = "budget"; it goes on with the budget tried last. The
+    preset is a copy of what it runs with. Exit code 1: the SLO cannot be kept.
     """
     from echo_sgl.cli.replay import Replayer
     from echo_sgl.cli.url import server_root
     from echo_sgl.sim.trace_files import read_trace_file
 
     targets = read_slo(slo)
-    base = base_config(config, output, is_check=check)
+    stored = stored_preset(output) if check else None
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output} is in a folder that does not exist")
     read = read_trace_file(trace, skip_empty=skip_empty)
     for warning in read.warnings:
         typer.echo(f"warning: {warning}", err=True)
@@ -67,18 +70,22 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     replayer = Replayer(
         server_root(url), api_key, requests, jobs=jobs, speed=speed, rng=random.Random(seed)
     )
-    search = run_search(replayer, targets, stored_s=base.steps.budget_s if check else None)
+    running = replayer.config
+    require_budget(running)
+    if stored is not None:
+        require_same(stored, running, output)
+    search = run_search(replayer, targets, stored_s=stored.steps.budget_s if stored else None)
     table = list(evidence(search))
     typer.echo("\n".join(table))
     if search.budget_s is None:
-        typer.echo(f"echo-sgl: {refusal(search, base)}", err=True)
+        typer.echo(f"echo-sgl: {refusal(search)}", err=True)
         raise typer.Exit(NOT_KEPT_EXIT)
     if not check:
         title = [f"budget_s {search.budget_s:.4g}, found by `echo-sgl budget` {date.today()}"]
         load = f"{trace.name}, {seconds:g} s at speed {speed:g}"
         work = jobs.name if jobs else "synthetic lines"
         facts = [*provenance(replayer), f"online: {load}; offline: {work}"]
-        write_preset(output, base, search.budget_s, [*title, *facts, *table])
+        write_preset(output, running, search.budget_s, [*title, *facts, *table])
         typer.echo(f"budget of {search.budget_s:.4g} s written to {output}", err=True)
 
 
@@ -92,14 +99,10 @@ def read_slo(text: str) -> tuple[Target, ...]:
         raise ConfigError(f"--slo: {error}") from error
 
 
-def base_config(name: str, output: Path, *, is_check: bool) -> EchoConfig:
-    """The config to copy, or the stored preset. Errors: `ConfigError` before any replay."""
-    from echo_sgl.config import load_config, resolve_config_path
+def stored_preset(output: Path) -> EchoConfig:
+    """The preset to check. Errors: `ConfigError` when it holds no budget."""
+    from echo_sgl.config import load_config
 
-    if not is_check:
-        if not output.parent.is_dir():
-            raise ConfigError(f"--output {output} is in a folder that does not exist")
-        return load_config(resolve_config_path(name))
     stored = load_config(output)
     if stored.steps.limit != "budget":
         raise ConfigError(
@@ -107,6 +110,33 @@ def base_config(name: str, output: Path, *, is_check: bool) -> EchoConfig:
             "find one without --check"
         )
     return stored
+
+
+def require_budget(running: EchoConfig) -> None:
+    """Errors: `ConfigError` when the server's steps have another limit."""
+    if running.steps.limit != "budget":
+        raise ConfigError(
+            f"the server runs with steps.limit {running.steps.limit!r}, so its steps have no "
+            'budget. Start it with a config that has steps.limit = "budget"'
+        )
+
+
+def require_same(stored: EchoConfig, running: EchoConfig, output: Path) -> None:
+    """Errors: `ConfigError` names how the server differs from the preset but for its budget."""
+    differences = [
+        f"{section.name}.{item.name} is {theirs!r} there and {ours!r} in the preset"
+        for section in dataclasses.fields(stored)
+        for item in dataclasses.fields(getattr(stored, section.name))
+        if (section.name, item.name) not in MOVED
+        for ours in (getattr(getattr(stored, section.name), item.name),)
+        for theirs in (getattr(getattr(running, section.name), item.name),)
+        if ours != theirs
+    ]
+    if differences:
+        raise ConfigError(
+            f"the server runs with other settings than {output}, so it would not be checked: "
+            f"{', '.join(differences[:3])}. Start it with --config {output}"
+        )
 
 
 def run_search(
@@ -146,7 +176,7 @@ def evidence(search: BudgetSearch) -> Iterator[str]:
         yield "  ".join(f"{cell:>13}" for cell in (*cells, f"{tokens:.0f}", verdict))
 
 
-def refusal(search: BudgetSearch, stored: EchoConfig) -> str:
+def refusal(search: BudgetSearch) -> str:
     """Why there is no budget."""
     first = search.trials[0]
     if first.budget_s == 0 and not search.is_kept_alone:
@@ -157,7 +187,7 @@ def refusal(search: BudgetSearch, stored: EchoConfig) -> str:
     if first.budget_s == 0:
         return "the SLO is kept without offline work but not beside any, see the figures above"
     return (
-        f"the SLO is broken under the stored budget of {stored.steps.budget_s:.4g} s, see the "
+        f"the SLO is broken under the stored budget of {first.budget_s:.4g} s, see the "
         "figures above. Search again without --check"
     )
 
@@ -169,10 +199,10 @@ def provenance(replayer: Replayer) -> list[str]:
 
 
 def write_preset(path: Path, base: EchoConfig, budget_s: float, comments: Sequence[str]) -> None:
-    """Write a copy of a config with the budget in it. Errors: `ConfigError` when it cannot."""
+    """Write a copy of a config with this budget in it. Errors: `ConfigError` when it cannot."""
     from echo_sgl.cli.preset_file import preset_text
 
-    steps = dataclasses.replace(base.steps, limit="budget", budget_s=budget_s)
+    steps = dataclasses.replace(base.steps, budget_s=budget_s)
     text = preset_text(dataclasses.replace(base, steps=steps), comments)
     try:
         path.write_text(text, encoding="utf-8")

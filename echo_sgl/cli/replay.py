@@ -22,6 +22,7 @@ from echo_sgl.batches.lines import LineError, is_blank, parse_line
 from echo_sgl.cli.connection import bearer, open_client
 from echo_sgl.cli.server_route import failure
 from echo_sgl.cli.steps import StepsError, fetch_steps
+from echo_sgl.config import EchoConfig, parse_config
 from echo_sgl.errors import EchoError
 from echo_sgl.estimators.budget import Measurement, Target
 from echo_sgl.sim.trace_files import TraceFileError
@@ -46,13 +47,16 @@ class ReplayError(EchoError, RuntimeError):
 
 @dataclass(slots=True)
 class Outcome:
-    """Latencies of the online requests, infinite where no answer came; offline tokens done."""
+    """Latencies of the online requests, infinite where no answer came; offline tokens done in
+    `elapsed_s`, which ends with the last of them.
+    """
 
     ttfts_s: list[float] = field(default_factory=list)
     tpots_s: list[float] = field(default_factory=list)
     offline_tokens: int = 0
+    elapsed_s: float = 1.0
 
-    def measurement(self, targets: Sequence[Target], seconds: float) -> Measurement:
+    def measurement(self, targets: Sequence[Target]) -> Measurement:
         """The statistics that targets ask for. Errors: `ReplayError` when one has no values."""
         values = {"ttft": self.ttfts_s, "tpot": self.tpots_s}
         for target in targets:
@@ -62,7 +66,7 @@ class Outcome:
                     "one token. Use a longer part of it (--seconds)"
                 )
         measured = {one.name: _statistic(values[one.metric], one.statistic) for one in targets}
-        return Measurement(measured, len(self.ttfts_s), self.offline_tokens / seconds)
+        return Measurement(measured, len(self.ttfts_s), self.offline_tokens / self.elapsed_s)
 
 
 class Replayer:
@@ -83,6 +87,7 @@ class Replayer:
         if len(replicas) != 1:
             raise StepsError(f"the server has {len(replicas)} replicas; search on one of them")
         self.server: dict[str, Any] = replicas[0]["server"]
+        self.config: EchoConfig = parse_config(replicas[0]["config"])
         columns = trace.at_s, trace.prompt_tokens, trace.output_tokens
         self._arrivals = [
             (at_s / speed, *self._cut(prompt_tokens, output_tokens))
@@ -101,7 +106,7 @@ class Replayer:
             set_budget(self._url, self._api_key, budget_s)
         asyncio.run(self._settle())
         outcome = asyncio.run(self._replay(has_offline=budget_s > 0))
-        return outcome.measurement(targets, self.seconds)
+        return outcome.measurement(targets)
 
     async def _replay(self, *, has_offline: bool) -> Outcome:
         outcome = Outcome()
@@ -119,11 +124,15 @@ class Replayer:
                 await asyncio.wait(
                     tasks, timeout=self.seconds + DRAIN_S, return_when=asyncio.FIRST_EXCEPTION
                 )
+                outcome.elapsed_s = time.monotonic() - start_s
+                # What is answered while this ends is beyond the time that it is divided by.
+                num_tokens = outcome.offline_tokens
                 for task in tasks:
                     task.cancel()
                 for result in await asyncio.gather(*tasks, return_exceptions=True):
                     if isinstance(result, Exception):
                         raise ReplayError(f"an online request failed: {result}") from result
+        outcome.offline_tokens = num_tokens
         return outcome
 
     async def _offline(

@@ -13,7 +13,7 @@ from echo_sgl.cli.server_route import ServerRouteError, fetch_replicas
 from echo_sgl.errors import EchoError
 
 steps_app = typer.Typer(help="Look at the steps that the server ran.", no_args_is_help=True)
-_NEEDED = ("server", "num_running", "num_waiting", "num_steps")
+_NEEDED = ("server", "config", "num_running", "num_waiting", "num_steps")
 
 
 class StepsError(ServerRouteError):

@@ -6,6 +6,7 @@ answers, and for setting it, which SGLang broadcasts, so that all ranks take it 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.managers.io_struct import GetInternalStateReqOutput, SetInternalStateReqOutput
@@ -14,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from echo_sgl.batch_shape import BatchRow
 from echo_sgl.engine.explain import explain
 from echo_sgl.engine.server_facts import server_facts
+from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.step_log import COLUMNS
 from echo_sgl.policies.step_limit import StepLimit
 from echo_sgl.policies.step_limits import BudgetLimit
@@ -49,10 +51,11 @@ def answer_question(
 
 
 def steps_state(scheduler: EchoScheduler) -> dict[str, Any]:
-    """What it runs on, columns, then one row per step, oldest first."""
+    """What it runs on and by which config, columns, then one row per step, oldest first."""
     timer = scheduler.step_timer
     return {
         "server": server_facts(scheduler),
+        "config": dataclasses.asdict(active_config()),
         "num_running": sum(1 for _ in scheduler.running_reqs()),
         "num_waiting": len(scheduler.waiting_queue) + len(scheduler.offline_pool),
         "columns": [*BatchRow._fields, "time_s"],

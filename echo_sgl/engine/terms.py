@@ -73,9 +73,9 @@ class RequestTerms:
     def is_met(self, num_tokens: int, end_s: float) -> bool:
         """Whether a request that ended with so many tokens got what it was promised."""
         first_s = end_s if self.first_token_s is None else self.first_token_s
-        if first_s - self.arrival_s > self.promise.ttft_s:
-            return False
-        return num_tokens < 2 or (end_s - first_s) / (num_tokens - 1) <= self.promise.tpot_s
+        return self.promise.is_kept(
+            num_tokens, arrival_s=self.arrival_s, first_token_s=first_s, end_s=end_s
+        )
 
 
 def terms_of(req: Any, now_s: float = 0.0) -> RequestTerms:

@@ -316,13 +316,15 @@ class SimServer:
                 self._observer.ended(request, num_tokens, now_s)
             scheduler.done.append(request)
             if not request.is_offline and request.first_token_s is not None:
-                promise = scheduler.promise
-                is_met = request.first_token_s - request.arrival_s <= promise.ttft_s and (
-                    num_tokens < 2
-                    or (now_s - request.first_token_s) / (num_tokens - 1) <= promise.tpot_s
+                is_kept = scheduler.promise.is_kept(
+                    num_tokens,
+                    arrival_s=request.arrival_s,
+                    first_token_s=request.first_token_s,
+                    end_s=now_s,
                 )
-                self.results.online_kept += is_met
-                scheduler.planner.limit.note_request(is_met)
+                self.results.online_kept += is_kept
+                if scheduler.promise.is_any:
+                    scheduler.planner.limit.note_request(is_kept)
 
     def _leave(self, ended: list[SimRequest], *, num_more: int) -> None:
         """Requests whose end the scheduler has seen give their memory back.

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+import subprocess
 import tomllib
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.cli.budget import evidence, refusal, write_preset
+from echo_sgl.cli.budget import evidence, refusal, require_same, write_preset
 from echo_sgl.cli.preset_file import preset_text
 from echo_sgl.cli.replay import Outcome, Replayer, ReplayError, read_job
 from echo_sgl.config import EchoConfig, load_config, parse_config, resolve_config_path
+from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.budget import BudgetSearch, Measurement, Trial, parse_slo
 from echo_sgl.sim.trace_files import TraceFileError
 from echo_sgl.sim.workload import Trace
 from echo_sgl.types import Task
 from eval.server import Server
 from tests.cli.jobs import completion_line, run_cli, write_job
+from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -53,9 +58,9 @@ def test_a_bad_job_line_is_refused_by_its_number(tmp_path):
 
 
 def test_statistics_are_those_asked_and_lost_answers_count_as_infinite():
-    outcome = Outcome([0.1, 0.2, 0.9, math.inf], [0.01, 0.03], 500)
+    outcome = Outcome([0.1, 0.2, 0.9, math.inf], [0.01, 0.03], 500, elapsed_s=10.0)
     wanted = parse_slo("ttft_p50=1s,ttft_p99=1s,tpot_mean=1s,tpot_p90=1s")
-    measured = outcome.measurement(wanted, seconds=10.0)
+    measured = outcome.measurement(wanted)
     assert measured.values_s == {
         "ttft_p50": 0.9,
         "ttft_p99": math.inf,
@@ -67,7 +72,7 @@ def test_statistics_are_those_asked_and_lost_answers_count_as_infinite():
 
 def test_a_promise_that_no_request_can_show_is_refused():
     with pytest.raises(ReplayError, match="tpot_mean has no values"):
-        Outcome([0.1], [], 0).measurement(TARGETS, 1.0)
+        Outcome([0.1], [], 0).measurement(TARGETS)
 
 
 # Presets
@@ -104,7 +109,7 @@ def search(budget_s: float | None, *loads: tuple[float, float]) -> BudgetSearch:
 
 def test_the_preset_holds_the_budget_and_the_figures_it_rests_on(tmp_path):
     found, path = search(0.02, (0.0, 0.5), (0.02, 0.8), (0.05, 1.5)), tmp_path / "mine.toml"
-    base = load_config(resolve_config_path("echo"))
+    base = load_config(resolve_config_path("hygen"))
     write_preset(path, base, 0.02, list(evidence(found)))
     stored = load_config(path)
     assert (stored.steps.limit, stored.steps.budget_s) == ("budget", 0.02)
@@ -123,7 +128,7 @@ def test_the_preset_holds_the_budget_and_the_figures_it_rests_on(tmp_path):
     ],
 )
 def test_a_budget_that_is_not_there_is_explained(found, message):
-    assert message in refusal(found, EchoConfig())
+    assert message in refusal(found)
 
 
 # The command
@@ -154,6 +159,20 @@ def test_a_preset_without_a_budget_cannot_be_checked(tmp_path):
     assert "steps.limit 'off', so there is no budget to check" in result.stderr
 
 
+def test_a_preset_is_checked_only_where_it_runs(tmp_path: Path) -> None:
+    running = load_config(resolve_config_path("hygen"))
+    moved = dataclasses.replace(running.steps, budget_s=0.007, adapt_budget=False)
+    require_same(dataclasses.replace(running, steps=moved), running, tmp_path)
+    others = dataclasses.replace(running, cache=dataclasses.replace(running.cache, order="echo"))
+    with pytest.raises(ConfigError, match=r"cache\.order is 'lru' there and 'echo' in the preset"):
+        require_same(others, running, tmp_path)
+
+
+@pytest.fixture
+def budget_server(server_for: Callable[..., Server]) -> Server:
+    return server_for((*COMMON_ARGS, *NAMED), config="hygen", env=STRICT)
+
+
 @pytest.mark.server
 def test_a_replay_on_a_real_server_times_every_request(server: Server):
     trace = Trace(
@@ -173,12 +192,40 @@ def test_a_replay_on_a_real_server_times_every_request(server: Server):
 
 @pytest.mark.server
 def test_an_slo_that_the_idle_server_breaks_is_reported_with_its_figures(
-    server: Server, tmp_path: Path
-):
-    trace = trace_file(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,3\n0.5,40,2\n")
-    options = ("--url", server.url, "--trace", trace, "--output", tmp_path / "new.toml")
-    result = run_cli("budget", "--slo", "ttft_p99=1us,tpot_mean=1s", *options)
+    budget_server: Server, tmp_path: Path
+) -> None:
+    result = run_budget(budget_server, "ttft_p99=1us,tpot_mean=1s", tmp_path)
     assert result.returncode == 1, result.stderr
     assert "even without offline work" in result.stderr
     assert "ttft_p99 <= 1e-06 s" in result.stdout and "broken" in result.stdout
     assert not (tmp_path / "new.toml").exists()
+
+
+@pytest.mark.server
+def test_a_budget_is_found_beside_offline_work_and_checked_where_it_runs(
+    budget_server: Server, server: Server, tmp_path: Path
+) -> None:
+    slo = "ttft_p90=40s,tpot_mean=40s"
+    found = run_budget(budget_server, slo, tmp_path)
+    assert found.returncode == 0, found.stderr
+    stored = load_config(tmp_path / "new.toml")
+    running = load_config(resolve_config_path("hygen"))
+    assert stored == dataclasses.replace(
+        running, steps=dataclasses.replace(running.steps, budget_s=40.0)
+    )
+    alone, *beside = [line.split() for line in found.stdout.splitlines()[2:]]
+    assert alone[0] == "0" and alone[-2:] == ["0", "kept"]
+    assert [float(row[-2]) > 0 for row in beside] == [True] * 2
+    checked = run_budget(budget_server, slo, tmp_path, "--check")
+    assert checked.returncode == 0, checked.stderr
+    elsewhere = run_budget(server, slo, tmp_path, "--check")
+    assert elsewhere.returncode == 2
+    assert "steps.limit 'relative', so its steps have no budget" in elsewhere.stderr
+
+
+def run_budget(
+    server: Server, slo: str, folder: Path, *more: str
+) -> subprocess.CompletedProcess[str]:
+    trace = trace_file(folder, "TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,3\n0.5,40,2\n")
+    options = ("--url", server.url, "--trace", trace, "--output", folder / "new.toml")
+    return run_cli("budget", "--slo", slo, *options, *more)

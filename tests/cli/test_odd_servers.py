@@ -40,6 +40,7 @@ SERVER = {"max_context_tokens": 256, "max_total_tokens": 1000, "vocab": 100}
 REPLICA: dict[str, Any] = {
     "replica": 0,
     "server": SERVER,
+    "config": {"steps": {"limit": "budget"}},
     "num_running": 0,
     "num_waiting": 0,
     "num_steps": 0,

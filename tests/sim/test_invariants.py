@@ -357,6 +357,20 @@ def test_a_short_prompt_joins_a_chunk_of_a_long_one() -> None:
     assert 0.6 < first_s[2] < first_s[1]
 
 
+@pytest.mark.parametrize(("slo", "is_moved"), [({}, False), ({"ttft_s": 100.0}, True)])
+def test_a_budget_moves_only_with_promises(slo: dict[str, float], is_moved: bool) -> None:
+    num = 60
+    times, prompts = array("d", (float(one) for one in range(num))), array("q", [50] * num)
+    online = Trace(Task.ONLINE, times, prompts, array("q", [3] * num))
+    twin = SimServer(
+        server({"steps": {"limit": "budget", "budget_s": 0.03}, "slo": slo}),
+        online,
+        empty_trace(Task.OFFLINE),
+    )
+    twin.run()
+    assert (twin.scheduler.planner.limit.controller.budget_s > 0.03) is is_moved
+
+
 def test_with_sglangs_own_tree_nobody_is_weighed_and_lines_start_in_their_order() -> None:
     lines = offline_trace(60, num_prefixes=6)
     started: dict[str, list[int]] = {}
