@@ -67,18 +67,24 @@ def length_bucket(num_tokens: int) -> int:
     return num_tokens.bit_length()
 
 
+def mean_bucket(num_requests: int, num_tokens: int) -> int | None:
+    """The bucket of the mean length of so many requests; None without any."""
+    return length_bucket(num_tokens // num_requests) if num_requests else None
+
+
 def rank(
     candidates: Sequence[Candidate],
     shape: BatchShape,
     predictor: StepPredictor,
     *,
     max_age_s: float = math.inf,
+    bucket: int | None = None,
 ) -> list[str]:
     """The ids of all candidates, the one to prefill next first.
 
     Late ones come first, least laxity before more; then those older than `max_age_s`, oldest
-    first; then the best score. Among scores within 5 % of the best of them, a prompt about as
-    long as what runs wins, which keeps batches regular, and then the order that was given.
+    first; then the best score. Among scores within 5 % of the best of them, a prompt of `bucket`
+    wins, that of what runs, which keeps batches regular, and then the order that was given.
 
     Cost: one prediction each and one for the step alone. `shape` is left as it was.
     Source: Echo 3.1 and 4.1 (benefit less punishment per second), 6 (length buckets).
@@ -89,7 +95,7 @@ def rank(
     ranked = sorted(late, key=lambda one: one.laxity_s)
     ranked += sorted(stale, key=lambda one: -one.age_s)
     if len(ordinary) > 1:
-        ordinary = _by_score(ordinary, shape, predictor)
+        ordinary = _by_score(ordinary, shape, predictor, bucket)
     return [one.rid for one in ranked + ordinary]
 
 
@@ -111,11 +117,10 @@ def score(
 
 
 def _by_score(
-    candidates: list[Candidate], shape: BatchShape, predictor: StepPredictor
+    candidates: list[Candidate], shape: BatchShape, predictor: StepPredictor, bucket: int | None
 ) -> list[Candidate]:
     alone_s = predictor.predict_s(shape)
     scores = [score(one, shape, predictor, alone_s) for one in candidates]
-    bucket = _bucket_of(shape)
     ranked: list[Candidate] = []
     tied: list[int] = []
     for number in sorted(range(len(candidates)), key=lambda one: -scores[one]):
@@ -132,12 +137,3 @@ def _regular_first(
     """Same bucket as what runs first, then in the order that was given."""
     order = sorted(tied, key=lambda one: (candidates[one].length_bucket != bucket, one))
     return [candidates[one] for one in order]
-
-
-def _bucket_of(shape: BatchShape) -> int | None:
-    """The bucket of the mean length of what the step runs; None when it runs nothing."""
-    num_requests = shape.num_decodes + shape.num_prefills
-    if not num_requests:
-        return None
-    tokens = shape.decode_tokens + shape.prefill_tokens + shape.cached_tokens
-    return length_bucket(tokens // num_requests)

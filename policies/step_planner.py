@@ -8,17 +8,17 @@ ends its planning.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
-from echo_sgl.batch_shape import BatchRow, BatchShape
+from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import StepsConfig
 from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
 from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.chunk_wait import ChunkWait
-from echo_sgl.policies.contexts import Contexts
-from echo_sgl.policies.decode_selection import RESUME_SHARE, Decode, DecodeSelection
+from echo_sgl.policies.decode_planner import DecodePlanner
+from echo_sgl.policies.decode_selection import DecodeSelection
 from echo_sgl.policies.gathering import Gathering
-from echo_sgl.policies.held_plan import HELD_SHARE, HeldPlan
+from echo_sgl.policies.held_plan import HeldPlan
 from echo_sgl.policies.places import Placed, Places
 from echo_sgl.policies.step_limit import (
     NOTHING_ONLINE,
@@ -30,7 +30,7 @@ from echo_sgl.policies.step_limit import (
 )
 
 
-class StepPlanner:
+class StepPlanner(DecodePlanner):
     """Holds the work of one step against a limit.
 
     While the estimator knows nothing, offline work beside online requests is kept to one
@@ -295,102 +295,10 @@ class StepPlanner:
             return None
         return self.places.gives_way(decodes, due_s=due_s, now_s=self.view.now_s)
 
-    # ---- decode ----------------------------------------------------------------------------
-
-    def all_decode(self, offline: Contexts) -> bool:
-        """Whether offline decodes of these contexts all join the online ones; one prediction."""
-        if not self.is_limited:
-            return True
-        if offline.num > self._most_decodes():
-            return False
-        num_decodes = len(self._online_decodes) + offline.num
-        if not offline.num:
-            self.held.hold(self.view.now_s, -math.inf, num_decodes)
-            return True
-        if not self._is_known:
-            return True
-        joined_s = self._joined_s(offline)
-        if joined_s <= HELD_SHARE * self._decode_limit:
-            self.held.hold(self.view.now_s, self.slack_s, num_decodes)
-        # The second limit is no less, and takes a prediction.
-        return joined_s <= self._decode_limit or joined_s <= self._decode_limit_s(offline.shortest)
-
-    def is_settled(self, running: Contexts, *, shortest_parked: int, parked_since_s: float) -> bool:
-        """Whether `choose_decodes` would choose all that run and none that sit out.
-
-        So it is when those that run all fit, and the shortest of the parked does not fit beside
-        them, unless the one that was parked first, `parked_since_s`, is overdue or a job is late;
-        that the caller knows. Two predictions, however many candidates.
-        """
-        if not (self.is_limited and self._is_known and running.num):
-            return False
-        if self._selection.is_overdue(parked_since_s, self.view.now_s):
-            return False
-        limit_s = self._decode_limit_s(min(running.shortest, shortest_parked))
-        if running.num > self._most_decodes() or self._joined_s(running) > limit_s:
-            return False
-        if running.num == self._most_decodes():
-            return True
-        return self._joined_s(running.with_one(shortest_parked)) > RESUME_SHARE * limit_s
-
-    def choose_decodes(self, candidates: Callable[[], Sequence[Decode]]) -> set[str]:
-        """Who of the offline requests that could decode joins the online ones."""
-        choices = candidates()
-        if not choices:
-            return set()
-        if self.is_limited and self._is_known:
-            chosen = self._selection.select(
-                choices,
-                self._online_decodes,
-                self.estimator.upper,
-                self._decode_limit_s(min(one.context_tokens for one in choices)),
-                now_s=self.view.now_s,
-                max_decodes=self._most_decodes(),
-            )
-        else:
-            num_most = self._most_decodes() if self.is_limited else len(choices)
-            running_first = sorted(choices, key=lambda one: (not one.is_running, one.sequence))
-            chosen = {one.rid for one in running_first[:num_most]}
-        if not chosen and not self.view.is_present:
-            chosen = {min(choices, key=lambda one: one.sequence).rid}
-        return chosen
-
-    def with_decode_s(self, context_tokens: int) -> float:
-        """What the online decodes at hand would take with one more of this context."""
-        self._online_decodes.add_decode(context_tokens)
-        time_s = self.estimator.upper.predict_s(self._online_decodes)
-        self._online_decodes.undo()
-        return time_s
-
-    def _joined_s(self, offline: Contexts) -> float:
-        """What the online decodes would take with these."""
-        online = self._online_decodes
-        num, tokens = online.num_decodes + offline.num, online.decode_tokens + offline.tokens
-        longest = max(online.max_decode_tokens, offline.longest)
-        return self.estimator.upper.predict_s(BatchRow(0, 0, 0, 0, num, tokens, longest))
-
-    def _decode_limit_s(self, shortest_tokens: int) -> float:
-        """The limit of a decode step. Without online decodes one offline decode is the least
-        that a step can be, and the stall comes on top of that."""
-        if len(self._online_decodes) or math.isinf(self.limit_s):
-            return self._decode_limit
-        alone = BatchRow(0, 0, 0, 0, 1, shortest_tokens, shortest_tokens)
-        return self.limit_s + self.estimator.upper.predict_s(alone)
-
-    def _most_decodes(self) -> int:
-        num_online = len(self._online_decodes)
-        if not self._is_known and self.view.is_present:
-            return max(1, num_online)
-        return self._batch_size.offline_room(num_online)
-
     @property
-    def slack_s(self) -> float:
-        """Until the next token of an online decode is due; infinite without any."""
-        return self.view.decode_due_s - self.view.now_s
-
-    @property
-    def _is_known(self) -> bool:
-        return self.estimator.is_ready
+    def online_waits(self) -> bool:
+        """Whether an online request waits or is being prefilled."""
+        return self._num_waiting > 0
 
 
 def _page_aligned(tokens: int, max_tokens: int, page_size: int) -> int:

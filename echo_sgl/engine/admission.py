@@ -69,6 +69,9 @@ class EchoSchedulePolicy(SchedulePolicy):
         limit = super().shortest_prefill_chunk_limit(chunked_req, waiting_queue, budget, page_size)
         left = len(chunked_req.full_untruncated_fill_ids) - int(chunked_req.prefix_len)
         most = left if limit is None else min(left, limit)
+        if is_offline(chunked_req) and self.planner.online_waits:
+            # It cannot be set aside, and the longer it takes the longer somebody online waits.
+            return most
         room = partial(
             self.planner.offline_chunk_tokens
             if is_offline(chunked_req)

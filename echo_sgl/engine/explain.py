@@ -127,12 +127,14 @@ def _pooled(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
     upcoming = scheduler.offline_pool.upcoming(MAX_WALKED, looks_only=True)
     place = next((i for i, other in enumerate(upcoming) if other is req), None)
     num_before = num_first + (MAX_WALKED if place is None else place)
+    refusal, limits = _refusal(scheduler), scheduler.kv_limits
+    if not limits.could_start(req):
+        # Others are offered in its place.
+        refusal = Refusal(Reason.RESERVE, req.rid, limits.facts(req, 0, 1))
     return {
         "position": _position(place, scheduler),
         "num_pooled": len(scheduler.offline_pool),
-        "held_back": held_back(
-            req.rid, _refusal(scheduler), num_before=num_before, is_exact=place is not None
-        ),
+        "held_back": held_back(req.rid, refusal, num_before=num_before, is_exact=place is not None),
     }
 
 

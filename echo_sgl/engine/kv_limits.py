@@ -116,19 +116,27 @@ class KvLimits:
         if not self._holds_back:
             return False
         self.num_held_back += 1
+        req.echo_needed_tokens = need
         most_tokens = self.limit_tokens(num_offline=1)
         if req.seqlen > most_tokens and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "Offline request %s needs %d KV tokens; the pool of %d has a limit of %d for "
                 "offline work, the rest is kept for online bursts ([reserve]). It waits, and "
-                "online requests are served.",
+                "others are served.",
                 req.rid,
                 req.seqlen,
                 self.capacity_tokens,
                 most_tokens,
             )
         return True
+
+    def could_start(self, req: Any) -> bool:
+        """Whether a request that was held back could start now if no other offline one ran.
+
+        Else nobody need wait for it: not even they could make it room.
+        """
+        return int(getattr(req, "echo_needed_tokens", 0)) <= self.limit_tokens(num_offline=1)
 
     def facts(self, req: Any, planned_tokens: int, num_offline: int) -> dict[str, int]:
         """What `holds_back` compares, in tokens."""

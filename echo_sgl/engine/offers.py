@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import OfflineConfig
 from echo_sgl.engine.admission import is_offline
+from echo_sgl.engine.kv_limits import KvLimits
+from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.pool_intake import PoolIntake
 from echo_sgl.engine.refusals import NO_ROOM, Reason
 from echo_sgl.engine.settings import active_config
@@ -26,6 +28,7 @@ class Offers(PoolIntake):
 
     offline_config: OfflineConfig
     offer_size: OfferSize
+    kv_limits: KvLimits
     weighing: Weighing | None
     _parked_chunks: list[Req]
     _shed: list[Req]
@@ -58,6 +61,50 @@ class Offers(PoolIntake):
         decodes = self._decodes_of_mixed_step(running_batch)
         return self.step_control.keeps_chunk_waiting(req, decodes, self.page_size)
 
+    def _park_offline_chunk(self) -> None:
+        """Set an unfinished offline prefill aside when an online request waits.
+
+        Its finished chunks were put into the tree at the start of this step and stay there,
+        evictable. It returns to the pool after this pass, so that the result of its last
+        chunk, perhaps still in flight, is drained before it starts again.
+        """
+        req = self.chunked_req
+        if req is None or not is_offline(req) or not self.waiting_queue:
+            return
+        if req is self._pending_chunked_abort_req or req.to_finish is not None:
+            return
+        if has_prompt_logprobs(req):
+            return  # they would be lost with its chunks
+        inflight_middle_chunks, retraction_count = req.inflight_middle_chunks, req.retraction_count
+        retract_all(
+            reqs=[req],
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            tree_cache=self.tree_cache,
+            hisparse_coordinator=self.hisparse_coordinator,
+        )
+        # It lost nothing: its result in flight is a middle chunk's, not a retracted request's.
+        req.is_retracted = False
+        req.inflight_middle_chunks = inflight_middle_chunks
+        req.retraction_count = retraction_count
+        self.chunked_req = None
+        self._parked_chunks.append(req)
+
+    def _shed_offline(self, running_batch: ScheduleBatch) -> None:
+        """Retract offline requests that outgrew what the reserve leaves, parked ones first.
+
+        They return to the pool after this pass: a token of theirs may be in flight, and would be
+        counted twice if they started again at once.
+        """
+        # They are counted only where it may matter: one alone may have more than several.
+        if self.kv_limits.is_within:
+            return
+        while self.kv_limits.excess_tokens(self._num_offline(running_batch)):
+            victim = self.step_control.retract_one(running_batch, running_batch.reqs)
+            if victim is None:
+                return
+            self._shed.append(victim)
+
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""
         num_free = max(0, self.get_num_allocatable_reqs(len(running_batch.reqs)))
@@ -69,10 +116,13 @@ class Offers(PoolIntake):
             if limit <= 0:
                 self.step_control.refuse(Reason.SLOT, None, num_running=running, most=most)
                 self._gathering.note_pass(BatchShape(), is_full=len(self.offline_pool) > 0)
-        offered = self.offline_pool.upcoming(max(0, limit))
-        if self.weighing is None:
+        could_start = self.kv_limits.could_start
+        offered = self.offline_pool.upcoming_that_fit(max(0, limit), could_start)
+        control = self.step_control
+        if self.weighing is None or not control.estimator.is_ready:
             return tuple(offered)
-        return self.weighing.reorder(offered, self.step_control.planner, self.echo_clock.now_s)
+        predictor, now_s = control.estimator.upper, self.echo_clock.now_s
+        return self.weighing.reorder(offered, predictor, control.length_bucket, now_s)
 
     def _take_back_offered(self, batch: ScheduleBatch | None) -> None:
         """Settle who left the pool, and put back what was parked or shed."""
@@ -80,6 +130,8 @@ class Offers(PoolIntake):
         started = [req for req in batch.reqs if req in offered] if batch is not None else []
         for req in started:
             self.offline_pool.take(req)
+        if self.weighing is not None:
+            self.weighing.note_started(started)
         if offered:
             self.waiting_queue = [req for req in self.waiting_queue if req not in offered]
             self._note_pass(started, len(offered))

@@ -12,7 +12,7 @@ theirs up: retracted, what they computed goes into the tree and stays there, evi
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -23,8 +23,8 @@ class ParkedDecodes:
     """The requests that sit out, as a batch of SGLang's that no step runs.
 
     A request's last sampled token waits for it in SGLang's relay, by the request's row; its
-    lengths and sampling parameters wait here. Where penalties are in use nobody is parked:
-    their counts belong to the batch as a whole.
+    lengths and sampling parameters wait here. One with penalties is not parked: SGLang counts its
+    tokens in the batch, step by step.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,6 @@ class ParkedDecodes:
 
     def __iter__(self) -> Iterator[Req]:
         return iter(self._batch.reqs if self._batch is not None else ())
-
-    @staticmethod
-    def can_park(batch: ScheduleBatch) -> bool:
-        return not batch.sampling_info.penalizer_orchestrator.is_required
 
     def park(self, batch: ScheduleBatch, indices: Sequence[int]) -> None:
         """Move these requests out of a batch."""
@@ -99,19 +95,34 @@ def has_prompt_logprobs(req: Req) -> bool:
     return req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
 
 
+def has_penalties(req: Req) -> bool:
+    """Whether what a request may say next depends on how often it said what."""
+    params = req.sampling_params
+    return bool(
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+    )
+
+
 def _split(batch: ScheduleBatch, indices: Sequence[int]) -> ScheduleBatch:
-    """Move requests into a new batch. Both go on independently: no tensor is changed in place."""
+    """Move requests without penalties into a new batch. Both go on independently: no tensor is
+    changed in place.
+    """
     chosen = set(indices)
     part = copy.copy(batch)
     part.sampling_info = copy.copy(batch.sampling_info)
-    # Filtering an orchestrator without penalties is a no-op, so the shared one is not harmed.
+    penalizers = batch.sampling_info.penalizer_orchestrator.penalizers
+    # The shared one would lose the counts of those that stay.
+    part.sampling_info.penalizer_orchestrator = _penalties(part, ())
     part.filter_batch(keep_indices=list(indices))
-    part.sampling_info.penalizer_orchestrator = _without_penalties(part)
+    part.sampling_info.penalizer_orchestrator = _penalties(part, penalizers)
     kept = [index for index in range(len(batch.reqs)) if index not in chosen]
     batch.filter_batch(keep_indices=kept)
     return part
 
 
-def _without_penalties(batch: ScheduleBatch) -> Any:
-    shared = batch.sampling_info.penalizer_orchestrator
-    return BatchedPenalizerOrchestrator(shared.vocab_size, batch, set(shared.penalizers))
+def _penalties(batch: ScheduleBatch, penalizers: Iterable[Any]) -> Any:
+    vocab_size = batch.sampling_info.vocab_size
+    return BatchedPenalizerOrchestrator(vocab_size, batch, set(penalizers))

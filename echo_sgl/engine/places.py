@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from echo_sgl.engine.roster import may_sit_out
 from echo_sgl.engine.terms import RequestTerms, terms_of
-from echo_sgl.policies.places import Placed, Queued
+from echo_sgl.policies.places import Placed, Places, Queued
 
 
 def placed(reqs: Iterable[Req]) -> Iterator[Placed]:
@@ -25,6 +25,12 @@ def queued(req: Req) -> Queued:
     terms, num_outputs = terms_of(req), len(req.output_ids)
     due_s = math.inf if terms.is_offline else terms.due_s(num_outputs)
     return Queued(due_s, num_outputs > 0)
+
+
+def enter(places: Places, queue: list[Req], req: Req) -> None:
+    """Let a request wait in the queue, before those that can wait for longer."""
+    num_behind = places.num_behind(map(queued, reversed(queue)), queued(req))
+    queue.insert(len(queue) - num_behind, req)
 
 
 def new_tokens(req: Req, terms: RequestTerms) -> int:

@@ -18,6 +18,7 @@ from echo_sgl.engine.clock import StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.places import enter
 from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.terms import terms_of
 
@@ -47,17 +48,20 @@ class PoolIntake(Scheduler):
         if has_given_place and req.to_finish is None:
             # It waits for others' sake: the limit of the queue is for those that come.
             self._note_entry(req)
-            self.step_control.enter(self.waiting_queue, req)
+            self._enter(req)
         elif not terms.is_offline or req.to_finish is not None:
             super()._add_request_to_queue(req, is_retracted)
             if self.waiting_queue and self.waiting_queue[-1] is req:
-                self.step_control.enter(self.waiting_queue, self.waiting_queue.pop())
+                self._enter(self.waiting_queue.pop())
         elif not self._set_or_validate_priority(req):
             self._release_aborted_request(req)
         elif self.offline_pool.is_full and not req.is_retracted:
             self._reject_full_pool(req)
         else:
             self._pool(req, resumed=req.is_retracted)
+
+    def _enter(self, req: Req) -> None:
+        enter(self.step_control.planner.places, self.waiting_queue, req)
 
     def _note_entry(self, req: Req) -> None:
         self._prefetch_kvcache(req)

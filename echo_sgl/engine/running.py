@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.engine.roster import Part, Roster, may_sit_out
 from echo_sgl.engine.terms import terms_of
+from echo_sgl.policies.candidates import mean_bucket
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.step_limit import ENDING_TOKENS, Ending
 
@@ -134,6 +135,12 @@ class Running:
         num, tokens, longest, _ = self._all
         since = self._tokens_since
         return BatchRow(0, 0, 0, 0, num, tokens + since * num, longest + since)
+
+    @property
+    def length_bucket(self) -> int | None:
+        """That of the mean context of all that decode; None when nobody does."""
+        num, tokens, *_ = self._all
+        return mean_bucket(num, tokens + self._tokens_since * num)
 
     def online_part(self, batch: ScheduleBatch, row: BatchRow) -> tuple[BatchShape, int]:
         """What a batch would be without its offline requests, and how many those are."""

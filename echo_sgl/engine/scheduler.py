@@ -16,7 +16,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_observability, get_parallel
 
 from echo_sgl.engine.admission import (
@@ -26,14 +26,13 @@ from echo_sgl.engine.admission import (
 )
 from echo_sgl.engine.clock import Measured, StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
-from echo_sgl.engine.estimation import create_live_batch_time
+from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
 from echo_sgl.engine.install import describe_active
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offers import Offers
 from echo_sgl.engine.offline_pool import OfflinePool
-from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.questions import answer_question, obey
 from echo_sgl.engine.recording import RecordingLog
 from echo_sgl.engine.server_facts import server_facts
@@ -103,6 +102,9 @@ class EchoScheduler(Offers):
             can_park=not self.enable_lora,
         )
         leads = _leads_its_replica()
+        self._floor_watch = (
+            FloorWatch(active_config().slo, self.step_control.estimator) if leads else None
+        )
         self.echo_metrics = SchedulerMetrics.create(
             enabled=get_observability().enable_metrics and leads
         )
@@ -188,6 +190,8 @@ class EchoScheduler(Offers):
         if now_s - self._forgot_s >= FORGET_EVERY_S:
             self._forgot_s = now_s
             self.offline_pool.forget_ended()
+            if self._floor_watch is not None:
+                self._floor_watch.look(now_s)
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
             self.offline_pool,
@@ -210,10 +214,19 @@ class EchoScheduler(Offers):
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
         # SGLang looks for nobody to decode where nobody runs.
-        if self.step_control.parked and all(req.finished() for req in running_batch.reqs):
+        if self.step_control.parked and not self._anybody_runs(running_batch, last_batch):
             self._resume_all()
             running_batch = self.running_batch
         return super().get_next_batch_to_run(running_batch, last_batch)
+
+    def _anybody_runs(self, running_batch: ScheduleBatch, last_batch: Any) -> bool:
+        if not all(req.finished() for req in running_batch.reqs):
+            return True
+        if last_batch is None or not last_batch.forward_mode.is_extend():
+            return False
+        # Who is through with its prefill decodes from now on, as do those of a mixed step.
+        between_chunks = self.chunked_req, last_batch.chunked_req
+        return not all(req.finished() or req in between_chunks for req in last_batch.reqs)
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         core = self.tree_cache.echo_core
@@ -321,50 +334,6 @@ class EchoScheduler(Offers):
             # Preemption support made SGLang clear the flag; nothing has left the batch since.
             running_batch.batch_is_full = True
         return batch, running_batch
-
-    def _park_offline_chunk(self) -> None:
-        """Set an unfinished offline prefill aside when an online request waits.
-
-        Its finished chunks were put into the tree at the start of this step and stay there,
-        evictable. It returns to the pool after this pass, so that the result of its last
-        chunk, perhaps still in flight, is drained before it starts again.
-        """
-        req = self.chunked_req
-        if req is None or not is_offline(req) or not self.waiting_queue:
-            return
-        if req is self._pending_chunked_abort_req or req.to_finish is not None:
-            return
-        if has_prompt_logprobs(req):
-            return  # they would be lost with its chunks
-        inflight_middle_chunks, retraction_count = req.inflight_middle_chunks, req.retraction_count
-        retract_all(
-            reqs=[req],
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            tree_cache=self.tree_cache,
-            hisparse_coordinator=self.hisparse_coordinator,
-        )
-        # It lost nothing: its result in flight is a middle chunk's, not a retracted request's.
-        req.is_retracted = False
-        req.inflight_middle_chunks = inflight_middle_chunks
-        req.retraction_count = retraction_count
-        self.chunked_req = None
-        self._parked_chunks.append(req)
-
-    def _shed_offline(self, running_batch: ScheduleBatch) -> None:
-        """Retract offline requests that outgrew what the reserve leaves, parked ones first.
-
-        They return to the pool after this pass: a token of theirs may be in flight, and would be
-        counted twice if they started again at once.
-        """
-        # They are counted only where it may matter: one alone may have more than several.
-        if self.kv_limits.is_within:
-            return
-        while self.kv_limits.excess_tokens(self._num_offline(running_batch)):
-            victim = self.step_control.retract_one(running_batch, running_batch.reqs)
-            if victim is None:
-                return
-            self._shed.append(victim)
 
     def _retract_parked(self, batch: ScheduleBatch) -> bool:
         victim = self.step_control.retract_one(batch, ())

@@ -18,7 +18,7 @@ from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
-from echo_sgl.engine.parking import ParkedDecodes, retract
+from echo_sgl.engine.parking import ParkedDecodes, has_penalties, retract
 from echo_sgl.engine.places import new_tokens, placed, queued
 from echo_sgl.engine.refusals import GATHERING, Reason, Refusal, limit_facts
 from echo_sgl.engine.retraction import first_out, uncached_tokens
@@ -89,11 +89,16 @@ class StepControl:
         self._lessons = Lessons(estimator)
         self._running = Running((), 0.0)
         self._is_settled = self._is_planned = True
+        self._ended: list[tuple[RequestTerms, int]] = []
 
     # ---- one step --------------------------------------------------------------------------
 
     def observe(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
         """Take in steps that have ended since, and learn from them in time; alike on every rank."""
+        # Not when they ended: the step of their last token was over only now.
+        for terms, num_tokens in self._ended:
+            self.planner.limit.note_request(terms.is_met(num_tokens, now_s))
+        self._ended.clear()
         if self._lessons.take(measured, now_s):
             self.log.predict()
             self._lessons.learn(now_s)
@@ -217,11 +222,14 @@ class StepControl:
             self._is_settled = is_settled
         if is_settled:
             return
-        if not self.can_park or not self.parked.can_park(batch):
-            self._resume(batch, {req.rid for req in self.parked})
+        if not self.can_park:
             return
         running = offline_of(batch.reqs)
-        chosen = self.planner.choose_decodes(lambda: self._candidates(running))
+        stay = [req for req in running if has_penalties(req)]
+        running = [req for req in running if not has_penalties(req)]
+        chosen = self.planner.choose_decodes(
+            lambda: self._candidates(running), beside=[req.seqlen for req in stay]
+        )
         # First in, then out: an emptied batch cannot take anybody in.
         self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
         self._park(batch, [req for req in running if req.rid not in chosen])
@@ -286,15 +294,20 @@ class StepControl:
                 self.online_wait_steps.observe(terms.num_offline_steps_waited, self._now_s)
 
     def note_end(self, req: Req) -> None:
-        """A request ended: was its promise kept?"""
+        """A request ended: `observe` will tell whether its promise was kept."""
         self._running.note_end(req)
         self.planner.gathering.note_end()
         terms = terms_of(req, self._now_s)
         if terms.is_offline:
             return
         self.planner.held.end()  # the stall is counted from what online decodes take
-        if req.output_ids:
-            self.planner.limit.note_request(terms.is_met(len(req.output_ids), self._now_s))
+        if req.output_ids and terms.promise.is_any:
+            self._ended.append((terms, len(req.output_ids)))
+
+    @property
+    def length_bucket(self) -> int | None:
+        """Of what decodes, see `Candidate`."""
+        return self._running.length_bucket
 
     def take_all_parked(self) -> ScheduleBatch | None:
         """End all parking; those that sat out, as a batch of their own."""
@@ -316,11 +329,6 @@ class StepControl:
         terms_of(leaving).waiting_since_s = self._now_s
         self.counts.num_given_places += 1
         return leaving
-
-    def enter(self, queue: list[Req], req: Req) -> None:
-        """Let a request wait in the queue, before those that can wait for longer."""
-        num_behind = self.planner.places.num_behind(map(queued, reversed(queue)), queued(req))
-        queue.insert(len(queue) - num_behind, req)
 
     # ---- memory ------------------------------------------------------------------------------
 

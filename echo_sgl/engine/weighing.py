@@ -15,7 +15,7 @@ from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, rank
 if TYPE_CHECKING:
     from echo_sgl.engine.deadlines import DeadlineWatch
     from echo_sgl.engine.tree_core import EchoTreeCore
-    from echo_sgl.policies.step_planner import StepPlanner
+    from echo_sgl.estimators.batch_time import StepPredictor
 
 # Who was passed over so often goes first: what the order picked for its age is never lost.
 MAX_PASSED_OVER = 8
@@ -29,25 +29,31 @@ class Weighing:
     ) -> None:
         self._core, self._allocator, self._watch = core, allocator, watch
         self._num_candidates = num_candidates
+        self._in_line: Any = None
 
     def reorder(
-        self, offered: Sequence[Any], planner: StepPlanner, now_s: float
+        self, offered: Sequence[Any], predictor: StepPredictor, bucket: int | None, now_s: float
     ) -> tuple[Any, ...]:
-        """The same requests, the best of the first few first; all else as it was."""
+        """The same requests, the best of the first few first; all else as it was.
+
+        `bucket`: of the mean length of what decodes, see `mean_bucket`.
+        """
+        self._in_line = offered[0] if offered else None
         head = offered[: self._num_candidates]
-        if len(head) < 2 or not planner.estimator.is_ready:
+        if len(head) < 2:
             return tuple(offered)
         victims = Victims(self._core.next_victims())
         free_tokens = self._allocator.available_size()
         candidates = [self._candidate(req, victims, free_tokens, now_s) for req in head]
-        ranked = rank(candidates, BatchShape(), planner.estimator.upper)
+        ranked = rank(candidates, BatchShape(), predictor, bucket=bucket)
         places = {rid: place for place, rid in enumerate(ranked)}
         head = sorted(head, key=lambda req: (not _is_due(req), places[req.rid]))
-        self._note_passed_over(offered[0], head[0])
         return (*head, *offered[len(head) :])
 
-    def _note_passed_over(self, in_line: Any, preferred: Any) -> None:
-        if preferred is not in_line:
+    def note_started(self, started: Sequence[Any]) -> None:
+        """Who was first in line and did not start while others did was passed over."""
+        in_line, self._in_line = self._in_line, None
+        if in_line is not None and started and in_line not in started:
             in_line.echo_passed_over = getattr(in_line, "echo_passed_over", 0) + 1
 
     def _candidate(self, req: Any, victims: Victims, free_tokens: int, now_s: float) -> Candidate:

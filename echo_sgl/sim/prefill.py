@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, rank
+from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, mean_bucket, rank
 from echo_sgl.sim.scheduler import SimScheduler, StepPlan
 from echo_sgl.sim.workload import SimRequest
 
@@ -108,7 +108,9 @@ class PrefillPass:
             return offered
         victims = Victims(self._kv.tree.next_victims())
         candidates = [self._candidate(one, victims) for one in head]
-        ranked = rank(candidates, BatchShape(), self._planner.estimator.upper)
+        running = self._scheduler.online, self._scheduler.offline
+        bucket = mean_bucket(sum(map(len, running)), sum(one.seq_tokens for one in running))
+        ranked = rank(candidates, BatchShape(), self._planner.estimator.upper, bucket=bucket)
         places = {rid: place for place, rid in enumerate(ranked)}
         first = head[0]
         head.sort(key=lambda one: (one.num_passed_over < MAX_PASSED_OVER, places[one.rid]))

@@ -71,35 +71,62 @@ def test_an_unknown_id_is_answered_with_404(server):
 
 
 def test_the_reserve_and_the_order_are_told_apart(server):
-    [large, *small] = documents(4, 1500, seed=31)
-    bodies = [completion(large, 4, rid="jobs/large", **FLEX)]
+    """The first runs; beside it there is no room for the second, which others must not outrun."""
+    runs, waits, *small = documents(5, 400, seed=31)
+    bodies = [
+        completion(runs, 600, rid="jobs/runs", **FLEX),
+        completion(waits, 400, rid="jobs/waits", **FLEX),
+    ]
     small_bodies = [
         completion(text[:200], 4, rid=f"small-{number}", **FLEX)
         for number, text in enumerate(small)
     ]
 
     async def run() -> None:
-        first = asyncio.create_task(send_all(server, bodies))
-        await until(lambda: reason(server, "jobs/large") == "reserve", "the large one waits")
+        first = asyncio.create_task(send_all(server, bodies[:1]))
+        await until(lambda: explained(server, "jobs/runs").get("state") == "decoding", "it runs")
+        second = asyncio.create_task(send_all(server, bodies[1:]))
+        await until(lambda: reason(server, "jobs/waits") == "reserve", "the second waits")
         others = asyncio.create_task(send_all(server, small_bodies))
         await until(lambda: explained(server, "small-2") != {}, "the small ones wait")
-        facts = await asyncio.to_thread(explained, server, "jobs/large")
+        facts = await asyncio.to_thread(explained, server, "jobs/waits")
         assert (facts["state"], facts["class"], facts["position"]) == ("pooled", "offline", "next")
         held = facts["held_back"]
-        assert held["needed_tokens"] == facts["prompt_tokens"] > held["limit_tokens"] == 2000
+        assert held["needed_tokens"] == facts["prompt_tokens"] < held["limit_tokens"] == 2000
+        assert held["needed_tokens"] + held["planned_tokens"] + held["used_tokens"] > 2000
         behind = await asyncio.to_thread(explained, server, "small-0")
         assert behind["position"] == "offered" and behind["num_pooled"] >= 2
         assert behind["held_back"]["reason"] == "order" and behind["held_back"]["num_before"] >= 1
         assert behind["held_back"]["first"]["reason"] == "reserve"
-        said = await asyncio.to_thread(run_cli, "explain", "jobs/large", "--url", server.url)
+        said = await asyncio.to_thread(run_cli, "explain", "jobs/waits", "--url", server.url)
         assert said.returncode == 0, said.stderr
         assert "It waits for the reserve" in said.stdout and "of the 2,000" in said.stdout
         await asyncio.to_thread(abort, server)
-        await first
-        await others
+        await asyncio.gather(first, second, others)
 
     asyncio.run(run())
-    assert explained(server, "jobs/large") == {}
+    assert explained(server, "jobs/waits") == {}
+
+
+def test_nobody_waits_for_one_that_could_not_start_even_alone(server):
+    [large, *small] = documents(4, 1500, seed=33)
+    small_bodies = [completion(text[:200], 4, **FLEX) for text in small]
+
+    async def run() -> list[httpx.Response]:
+        first = asyncio.create_task(
+            send_all(server, [completion(large, 4, rid="jobs/large", **FLEX)])
+        )
+        await until(lambda: reason(server, "jobs/large") == "reserve", "the large one waits")
+        others = await send_all(server, small_bodies)
+        facts = await asyncio.to_thread(explained, server, "jobs/large")
+        held = facts["held_back"]
+        assert (facts["position"], held["reason"]) == ("next", "reserve")
+        assert held["needed_tokens"] == facts["prompt_tokens"] > held["limit_tokens"] == 2000
+        await asyncio.to_thread(abort, server)
+        await first
+        return others
+
+    assert {answer.status_code for answer in asyncio.run(run())} == {200}
 
 
 def test_who_finds_no_memory_is_told_what_is_missing(server):

@@ -28,6 +28,9 @@ class Clock(Clockwork):
 
     model = SimpleNamespace(captured_batch_sizes=())
 
+    def advance(self, now_s: float) -> None:
+        """Nothing becomes stale."""
+
     def predict_both_s(self, row: Any) -> tuple[float, float]:
         return self.predict_s(row), self.predict_s(row)
 
@@ -126,6 +129,19 @@ def test_the_end_of_an_online_request_is_planned_for_that_of_an_offline_one_not(
     steps.control.note_end(online)
     steps.reqs = [offline]
     assert steps.run() == 1
+
+
+@pytest.mark.parametrize(("promise", "counts"), [(Promise(5.0), True), (Promise(), False)])
+def test_only_who_was_promised_something_moves_a_budget(
+    steps: Steps, promise: Promise, counts: bool
+) -> None:
+    ended = decoding(Task.ONLINE, promise=promise)
+    noted: list[bool] = []
+    steps.control.planner.limit.note_request = noted.append
+    steps.control.note_end(ended)
+    assert noted == []  # the step of its last token is over when the next one is planned
+    steps.control.observe([], steps.now_s + 0.1)
+    assert noted == [True] * counts
 
 
 def test_who_could_start_after_all_is_held_against_a_new_plan(steps: Steps) -> None:

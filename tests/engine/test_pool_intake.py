@@ -50,6 +50,7 @@ def test_who_was_shed_is_offered_again_only_after_the_pass():
     one = scheduler(
         _shed=[],
         _parked_chunks=[],
+        weighing=None,
         chunked_req=None,
         kv_limits=SimpleNamespace(is_within=False, excess_tokens=lambda num: 100),
         step_control=SimpleNamespace(parked=[], retract_one=lambda batch, running: next(victims)),

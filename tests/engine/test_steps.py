@@ -37,13 +37,22 @@ pytestmark = pytest.mark.server
 MIXED_IN_TURN = ("--enable-mixed-chunk", "--disable-overlap-schedule")
 
 
-def test_parked_requests_answer_as_if_they_had_never_sat_out(tight_server, stock_texts):
+# Who has to say so many tokens before it may end: SGLang counts them for the batch.
+COUNTED = {"min_tokens": 5}
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_parked_requests_answer_as_if_they_had_never_sat_out(tight_server, stock_texts, counted):
     learn(tight_server)
+    offline, online = offline_bodies(), online_bodies()
+    if counted:
+        online = [{**body, **COUNTED} for body in online]
+        offline[0] |= COUNTED
     before = parks(tight_server)
     answers = []
     while parks(tight_server) == before:  # traffic may come too late to park anybody
-        answers = asyncio.run(offline_then_online(tight_server))
-    assert texts(answers) == stock_texts([*offline_bodies(), *online_bodies()])
+        answers = asyncio.run(offline_then_online(tight_server, offline, online))
+    assert texts(answers) == stock_texts([*offline, *online])
     wait_until(lambda: is_idle(tight_server), "the server is idle")
     assert metric(tight_server, "echo_sgl_parked_requests", task="offline") == 0
     assert metric(tight_server, "echo_sgl_retractions_total") == 0
@@ -98,6 +107,40 @@ def test_a_request_whose_grammar_was_compiled_does_not_wait_for_decodes_to_end(t
     ended_before, [answer], _ = asyncio.run(run())
     assert answer.status_code == 200
     assert not ended_before
+
+
+def test_an_offline_prompt_that_cannot_be_set_aside_is_through_soon(tight_server):
+    """Its logprobs would be lost with its chunks, and one page a step would take for ever."""
+    learn(tight_server)
+    [text, other] = documents(2, 1200, seed=43)
+    body = completion(text, 1, rid="scored", echo=True, logprobs=1, **FLEX)
+
+    async def run() -> tuple[bool, list[httpx.Response]]:
+        offline = asyncio.create_task(send_all(tight_server, [body]))
+        await until(
+            lambda: offline.done() or state(tight_server, "scored") == "prefilling",
+            "it is between chunks, or was",
+        )
+        came_in_time = not offline.done()
+        online = await send_all(tight_server, [completion(other, 2)])
+        return came_in_time, [*await offline, *online]
+
+    came_in_time = False
+    while not came_in_time:
+        num_before = steps_of(tight_server)["num_steps"]
+        came_in_time, answers = asyncio.run(run())
+    assert {answer.status_code for answer in answers} == {200}
+    [prompt_tokens, _] = [answer.json()["usage"]["prompt_tokens"] for answer in answers]
+    num_steps = steps_of(tight_server)["num_steps"] - num_before
+    assert num_steps < prompt_tokens / 10
+
+
+def state(server, rid):
+    return LOCAL.get(f"{server.url}/echo/requests/{rid}", timeout=60).json().get("state")
+
+
+def steps_of(server):
+    return LOCAL.get(f"{server.url}/echo/steps", timeout=60).json()["replicas"][0]
 
 
 def test_terms_that_are_too_strict_are_answered_with_400(tight_server):

@@ -9,6 +9,7 @@ import pytest
 
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.weighing import MAX_PASSED_OVER, Weighing
+from echo_sgl.policies.candidates import mean_bucket
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offline_order import FcfsOrder
 from tests.policies.plans import Clockwork
@@ -38,17 +39,18 @@ def request(rid, num_tokens=100):
     )
 
 
-def reordered(requests, cached, *, num_candidates=4, is_ready=True):
-    estimator = Clockwork()
-    estimator.is_ready = is_ready
-    weighing = Weighing(
+def weighing(cached, num_candidates=4):
+    return Weighing(
         Core(cached),
         SimpleNamespace(available_size=lambda: 10_000),
         DeadlineWatch(DeadlineOrder(FcfsOrder())),
         num_candidates,
     )
-    planner = SimpleNamespace(estimator=estimator)
-    return [req.rid for req in weighing.reorder(requests, planner, now_s=0.0)]
+
+
+def reordered(requests, cached, *, num_candidates=4, bucket=None):
+    weigher = weighing(cached, num_candidates)
+    return [req.rid for req in weigher.reorder(requests, Clockwork(), bucket, now_s=0.0)]
 
 
 def test_a_cached_prompt_goes_before_one_that_is_not():
@@ -66,15 +68,27 @@ def test_only_the_first_few_are_weighed(num_candidates):
     assert reordered(requests, {"c": 99}, num_candidates=num_candidates) == ["a", "b", "c"]
 
 
-def test_without_an_estimate_the_order_stays():
-    assert reordered([request("a"), request("b")], {"b": 90}, is_ready=False) == ["a", "b"]
+def test_of_equal_gains_one_as_long_as_what_decodes_goes_first():
+    requests = [request("long", 1000), request("short", 100)]
+    cached = {"long": 0, "short": 0}
+    assert reordered(requests, cached) == ["long", "short"]
+    assert reordered(requests, cached, bucket=mean_bucket(3, 360)) == ["short", "long"]
 
 
 def test_nobody_is_passed_over_for_ever():
     first, second = request("a"), request("b")
+    weigher = weighing({"b": 90})
+
+    def in_order():
+        return list(weigher.reorder([first, second], Clockwork(), None, now_s=0.0))
+
+    for _ in range(2 * MAX_PASSED_OVER):
+        assert in_order() == [second, first]
+        weigher.note_started([])  # no room for anybody: nobody is passed over
     for _ in range(MAX_PASSED_OVER):
-        assert reordered([first, second], {"b": 90}) == ["b", "a"]
-    assert reordered([first, second], {"b": 90}) == ["a", "b"]
+        assert in_order() == [second, first]
+        weigher.note_started([second])
+    assert in_order() == [first, second]
 
 
 def test_what_was_generated_before_a_request_came_back_is_computed_again():

@@ -51,16 +51,15 @@ def learn(server) -> None:
     )
 
 
-async def offline_then_online(server) -> list[httpx.Response]:
+async def offline_then_online(server, offline_first=None, online_then=None) -> list[httpx.Response]:
     """Online requests that come while offline ones decode."""
-    offline = asyncio.create_task(send_all(server, offline_bodies()))
+    first = offline_first or offline_bodies()
+    offline = asyncio.create_task(send_all(server, first))
     await until(
-        lambda: (
-            offline.done() or (num_running(server) > 0 and pooled(server) < len(offline_bodies()))
-        ),
+        lambda: offline.done() or (num_running(server) > 0 and pooled(server) < len(first)),
         "offline requests run, or did",
     )
-    online = await send_all(server, online_bodies())
+    online = await send_all(server, online_then or online_bodies())
     return [*await offline, *online]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape, Step
-from echo_sgl.policies.candidates import Candidate, length_bucket, rank, score
+from echo_sgl.policies.candidates import Candidate, length_bucket, mean_bucket, rank, score
 
 INFINITE = float("inf")
 
@@ -118,15 +118,22 @@ def test_the_stale_go_before_the_best_when_an_age_is_named():
 def test_of_near_ties_the_one_as_long_as_what_runs_goes_first_and_then_the_first_given():
     # Both compute all they bring, so their scores are equal but for rounding.
     short, long = candidate("short", 200), candidate("long", 3000)
-    assert rank([short, long], running(2900, 3100), Predictor()) == ["long", "short"]
-    assert rank([short, long], running(190, 210), Predictor()) == ["short", "long"]
-    assert rank([long, short], running(50_000), Predictor()) == ["long", "short"]
-    assert rank([short, long], running(50_000), Predictor()) == ["short", "long"]
+
+    def ranked(first: Candidate, second: Candidate, *running_tokens: int) -> list[str]:
+        bucket = mean_bucket(len(running_tokens), sum(running_tokens))
+        return rank([first, second], running(9), Predictor(), bucket=bucket)
+
+    assert ranked(short, long, 2900, 3100) == ["long", "short"]
+    assert ranked(short, long, 190, 210) == ["short", "long"]
+    for others in ((50_000,), ()):
+        assert ranked(long, short, *others) == ["long", "short"]
+        assert ranked(short, long, *others) == ["short", "long"]
 
 
 def test_a_regular_length_does_not_outweigh_a_clearly_better_score():
     regular, better = candidate("regular", 1000), candidate("better", 4000, 4000)
-    assert rank([regular, better], running(1000), Predictor())[0] == "better"
+    bucket = mean_bucket(1, 1000)
+    assert rank([regular, better], running(9), Predictor(), bucket=bucket)[0] == "better"
 
 
 def test_where_a_prefill_costs_nothing_the_tokens_decide():
