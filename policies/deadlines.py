@@ -7,8 +7,10 @@ behind every deadline that needs the capacity now, and before what is not urgent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
@@ -31,7 +33,8 @@ class _Group:
 
 
 class DeadlineBook:
-    """Pending requests that have a deadline, one group for each deadline, in prefix order.
+    """Pending requests that have a deadline, one group for each deadline, in prefix order; and
+    how much those that run have left.
 
     A deadline is that of a job, so there are few: adding and removing cost O(log n) in the
     requests, and what looks at the deadlines costs O(deadlines).
@@ -41,13 +44,18 @@ class DeadlineBook:
 
     def __init__(self) -> None:
         self._groups: SortedDict[float, _Group] = SortedDict()
+        self._running: dict[float, int] = {}
 
     def __len__(self) -> int:
         return sum(len(group.sequences) for group in self._groups.values())
 
     @property
     def is_empty(self) -> bool:
-        return not self._groups
+        return not (self._groups or self._running)
+
+    def set_running(self, work_tokens: Mapping[float, int]) -> None:
+        """Take in what requests that run have left to do, by their deadlines."""
+        self._running = dict(work_tokens)
 
     def add(self, request: PendingRequest) -> None:
         """Note a request; one without a deadline is not for this book.
@@ -80,9 +88,8 @@ class DeadlineBook:
         return list(self._groups.irange(None, now_s))
 
     def work_until(self, deadline_s: float, now_s: float) -> int:
-        """Tokens of pending work due by `deadline_s`; overdue work, which yields, not counted."""
-        due = self._groups.irange(now_s, deadline_s, inclusive=(False, True))
-        return sum(self._groups[one].work_tokens for one in due)
+        """Tokens of work due by `deadline_s`; overdue work, which yields, not counted."""
+        return sum(work for one, work in self._due(now_s) if one <= deadline_s)
 
     def urgent_deadline(
         self, now_s: float, rate_tokens_per_s: float | None, safety: float = 1.0
@@ -95,11 +102,20 @@ class DeadlineBook:
         if rate_tokens_per_s is None:
             return None
         work_tokens = 0
-        for deadline_s in self._groups.irange(now_s, inclusive=(False, True)):
-            work_tokens += self._groups[deadline_s].work_tokens
+        for deadline_s, more_tokens in self._due(now_s):
+            work_tokens += more_tokens
             if work_tokens * safety > rate_tokens_per_s * (deadline_s - now_s):
                 return float(deadline_s)
         return None
+
+    def _due(self, now_s: float) -> Iterator[tuple[float, int]]:
+        """Deadlines to come, the earliest first, with the work that waits or runs."""
+        pending = self._groups.irange(now_s, inclusive=(False, True))
+        running = (one for one in self._running if one > now_s and one not in self._groups)
+        for deadline_s in sorted(chain(pending, running)):
+            group = self._groups.get(deadline_s)
+            waiting_tokens = group.work_tokens if group is not None else 0
+            yield float(deadline_s), waiting_tokens + self._running.get(deadline_s, 0)
 
     def laxity_s(
         self, deadline_s: float | None, now_s: float, rate_tokens_per_s: float | None
@@ -129,6 +145,31 @@ class DeadlineBook:
         """How many prompts due at `deadline_s` start with `path`, see `PrefixIndex`."""
         group: _Group | None = self._groups.get(deadline_s)
         return group.by_prefix.count_through(namespace, path) if group else 0
+
+
+class InWork(NamedTuple):
+    """A request that holds KV: its tokens now, those of them that were counted before, what it is
+    expected to have in the end, and when its job's window ends; infinite without one.
+    """
+
+    num_tokens: int
+    num_counted: int
+    num_expected: int
+    deadline_s: float
+
+
+def progress(requests: Iterable[InWork]) -> tuple[int, dict[float, int]]:
+    """Tokens done since they were counted, and what is left, by deadline.
+
+    What is computed a second time was counted before. One longer than expected ends any moment.
+    """
+    num_done, left = 0, dict[float, int]()
+    for one in requests:
+        num_done += max(0, one.num_tokens - one.num_counted)
+        if math.isfinite(one.deadline_s):
+            num_left = max(1, one.num_expected - one.num_tokens)
+            left[one.deadline_s] = left.get(one.deadline_s, 0) + num_left
+    return num_done, left
 
 
 class RateMeter:

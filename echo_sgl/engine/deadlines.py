@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.deadlines import RateMeter
+from echo_sgl.policies.deadlines import InWork, RateMeter, progress
 
 # A window is told apart in this many parts: lines of one job come with slightly different
 # deadlines, and what is decided at each step costs as much as there are deadlines.
@@ -53,15 +53,18 @@ class DeadlineWatch:
     def note_end(self, req: Any) -> None:
         """An offline request is done."""
         num_tokens = len(req.output_ids)
-        self._tokens_done += req.seqlen
+        self._tokens_done += max(0, req.seqlen - _counted(req))
         mean = self._mean_output_tokens
         weight = 1.0 if mean is None else MEAN_WEIGHT
         self._mean_output_tokens = (mean or 0.0) + weight * (num_tokens - (mean or 0.0))
 
-    def advance(self, now_s: float, has_work: Callable[[], bool]) -> None:
+    def advance(
+        self, now_s: float, has_work: Callable[[], bool], running: Callable[[], Iterable[Any]]
+    ) -> None:
         """Take in what was done, decide which job goes ahead.
 
-        At most every `ADVANCE_EVERY_S`. `has_work`: whether offline requests wait or run.
+        At most every `ADVANCE_EVERY_S`. `has_work`: whether offline requests wait or run;
+        `running`: those of either class that hold KV.
         """
         if now_s - self._advanced_s < ADVANCE_EVERY_S:
             return
@@ -69,9 +72,19 @@ class DeadlineWatch:
         if not has_work():
             self._rate.pause()
             return
-        self._rate.observe(now_s, self._tokens_done)
+        offline = [req for req in running() if terms_of(req).is_offline]
+        num_done, left = progress(map(self._in_work, offline))
+        for req in offline:
+            req.echo_counted_tokens = max(req.seqlen, _counted(req))
+        self._order.book.set_running(left)
+        self._rate.observe(now_s, self._tokens_done + num_done)
         self._tokens_done = 0
         self.urgent_deadline_s = self._order.escalate(now_s, self.rate_tokens_per_s)
+
+    def _in_work(self, req: Any) -> InWork:
+        deadline_s, expected = self.terms(req)
+        expected -= len(req.output_ids)
+        return InWork(req.seqlen, _counted(req), expected, deadline_s or math.inf)
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""
@@ -80,3 +93,8 @@ class DeadlineWatch:
         deadline_s, _ = self.terms(req)
         assert deadline_s is not None
         return self._order.book.laxity_s(deadline_s, now_s, self.rate_tokens_per_s)
+
+
+def _counted(req: Any) -> int:
+    """Of its tokens, what the rate knows already."""
+    return int(getattr(req, "echo_counted_tokens", 0))

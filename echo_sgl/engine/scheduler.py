@@ -186,7 +186,7 @@ class EchoScheduler(Offers):
             return  # soon enough with the next that are measured
         self._advanced_s = now_s
         self.step_control.observe(measured, now_s)
-        self.deadline_watch.advance(now_s, self._has_offline_work)
+        self.deadline_watch.advance(now_s, self._has_offline_work, self.running_reqs)
         if now_s - self._forgot_s >= FORGET_EVERY_S:
             self._forgot_s = now_s
             self.offline_pool.forget_ended()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 
 from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.deadlines import RateMeter
+from echo_sgl.policies.deadlines import InWork, RateMeter, progress
 from echo_sgl.policies.offline_order import PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.sim.workload import SimRequest
 from echo_sgl.types import PendingRequest
 
 MEAN_WEIGHT = 0.02
+# As the server looks at what runs.
+ADVANCE_EVERY_S = 0.1
 
 
 class SimOfflinePool:
@@ -30,6 +32,7 @@ class SimOfflinePool:
         self._started: dict[str, PendingRequest] = {}
         self._sequences = count()
         self._tokens_done = 0
+        self._looked_s, self._is_running = -math.inf, False
         self.is_late = False  # whether a job would miss its window
         self._mean_output_tokens: float | None = None
         self.on_change: Callable[[array[int]], None] = lambda blocks: None
@@ -71,7 +74,7 @@ class SimOfflinePool:
     def end(self, request: SimRequest) -> None:
         """A request that started is done."""
         self._forget_start(request)
-        self._tokens_done += request.seq_tokens
+        self._tokens_done += max(0, request.seq_tokens - request.counted_tokens)
         mean = self._mean_output_tokens
         weight = 1.0 if mean is None else MEAN_WEIGHT
         self._mean_output_tokens = (mean or 0.0) + weight * (request.num_outputs - (mean or 0.0))
@@ -80,14 +83,29 @@ class SimOfflinePool:
         """The next in the policy's order; they stay."""
         return [self._waiting[one.rid][0] for one in islice(self._order.upcoming(), limit)]
 
-    def advance(self, now_s: float, *, is_running: bool) -> None:
-        """Measure the rate, let a late job go ahead."""
-        if not len(self) and not is_running:
+    def advance(self, now_s: float, running: Callable[[], Iterable[SimRequest]]) -> None:
+        """Measure the rate, let a late job go ahead. `running`: offline requests that hold KV."""
+        if now_s - self._looked_s >= ADVANCE_EVERY_S:
+            self._looked_s = now_s
+            requests = list(running())
+            num_done, left = progress(map(self._in_work, requests))
+            self._tokens_done += num_done
+            self._order.book.set_running(left)
+            for one in requests:
+                one.counted_tokens = max(one.counted_tokens, one.seq_tokens)
+            self._is_running = bool(requests)
+        if not len(self) and not self._is_running:
             self._rate.pause()
             return
         self._rate.observe(now_s, self._tokens_done)
         self._tokens_done = 0
         self.is_late = self._order.escalate(now_s, self._rate.tokens_per_s) is not None
+
+    def _in_work(self, request: SimRequest) -> InWork:
+        expected_tokens = request.prompt_tokens + self._expected_output(request)
+        return InWork(
+            request.seq_tokens, request.counted_tokens, expected_tokens, request.deadline_s
+        )
 
     def laxity_s(self, request: SimRequest, now_s: float) -> float:
         if math.isinf(request.deadline_s):

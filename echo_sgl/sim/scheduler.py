@@ -139,10 +139,7 @@ class SimScheduler:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether only online requests decode: then there is nothing to decide.
-
-        What a step was is noted nevertheless where a policy keeps count of it.
-        """
+        """Whether only online requests decode and no policy counts that: nothing is decided."""
         return self._forgets_steps and not (
             self.waiting or self.chunked or self.offline.members or self.parked or len(self.pool)
         )
@@ -157,6 +154,10 @@ class SimScheduler:
 
     # ---- one step --------------------------------------------------------------------------
 
+    def _offline_running(self) -> list[SimRequest]:
+        holding = *self.offline, *self.parked.values(), self.chunked
+        return [one for one in holding if one and one.is_offline]
+
     def begin(self, now_s: float) -> None:
         """Take in what runs and waits, before anything is decided."""
         self.now_s = now_s
@@ -165,7 +166,7 @@ class SimScheduler:
         if self.is_quiet:
             self._observe_use(now_s, self.online.seq_tokens)
             return
-        self.pool.advance(now_s, is_running=bool(self.offline) or bool(self.parked))
+        self.pool.advance(now_s, self._offline_running)
         chunked = self.chunked if self.chunked and not self.chunked.is_offline else None
         online_tokens = self.online.seq_tokens + (chunked.seq_tokens if chunked else 0)
         chunk_due_s = self.waiting.due_s(chunked) if chunked else math.inf

@@ -26,6 +26,7 @@ class SimRequest:
     `blocks` and `sizes`: ids and tokens of what its path through the prefix tree holds.
     `prefix_tokens`: found in the tree when it started. `protected_tokens`: of its KV, what
     the tree holds for it under lock. `computed_tokens`: of its prompt, while it prefills.
+    `counted_tokens`: what the rate of offline work knows of.
     `cached_tokens`: found when it started for the first time, as its client is told.
     `max_new_tokens`: what its client allowed; `planned_tokens`: what SGLang plans of that.
     Units: tokens, seconds.
@@ -36,6 +37,7 @@ class SimRequest:
         "blocks",
         "cached_tokens",
         "computed_tokens",
+        "counted_tokens",
         "deadline_s",
         "first_token_s",
         "group",
@@ -81,6 +83,7 @@ class SimRequest:
         self.joined_step = self.ticket = self.outputs_at_join = self.num_passed_over = 0
         self.node: object | None = None
         self.prefix_tokens = self.protected_tokens = self.computed_tokens = 0
+        self.counted_tokens = 0
 
     @property
     def task(self) -> Task:

@@ -91,7 +91,7 @@ def test_a_job_that_would_be_late_goes_ahead(order, watch):
         deadline_s, work_tokens = watch.terms(req)
         pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
     for now_s in range(1000, 1010):
-        watch.advance(float(now_s), lambda: True)
+        watch.advance(float(now_s), lambda: True, list)
     assert [req.rid for req in pool.upcoming(2)] == ["hurried", "plain"]
     assert watch.laxity_s(hurried, 1010.0) < 0
 
@@ -103,7 +103,7 @@ def test_a_job_with_time_enough_waits_its_turn(order, watch):
         pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
     for now_s in range(1000, 1010):
         watch.note_end(request(outputs=10))
-        watch.advance(float(now_s), lambda: True)
+        watch.advance(float(now_s), lambda: True, list)
     assert [req.rid for req in pool.upcoming(2)] == ["plain", "easy"]
 
 
@@ -113,15 +113,42 @@ def test_steps_shorter_than_it_advances_are_taken_together(order):
         watch = DeadlineWatch(order)
         for number in range(num_steps):
             watch.note_end(request(outputs=10))
-            watch.advance(1000.0 + number * 60.0 / num_steps, lambda: True)
+            watch.advance(1000.0 + number * 60.0 / num_steps, lambda: True, list)
         assert watch.rate_tokens_per_s == pytest.approx(num_steps * 110 / 60.0, rel=0.02)
 
 
 def test_time_without_work_says_nothing_of_the_rate(watch):
     for number in range(100):
         watch.note_end(request(outputs=10))
-        watch.advance(1000.0 + number, lambda: True)
+        watch.advance(1000.0 + number, lambda: True, list)
     for number in range(30):
-        watch.advance(1100.0 + number, lambda: False)
-    watch.advance(1130.0, lambda: True)
+        watch.advance(1100.0 + number, lambda: False, list)
+    watch.advance(1130.0, lambda: True, list)
     assert watch.rate_tokens_per_s == pytest.approx(110, rel=0.05)
+
+
+def test_what_runs_counts_before_it_ends_and_nothing_twice(watch):
+    """Answers of many minutes: the rate is that of their tokens, not of their ends."""
+    runs = request(outputs=0)
+    for number in range(21):
+        runs.output_ids = array("q", range(10 * number))
+        runs.seqlen = 100 + 10 * number
+        watch.advance(1000.0 + number, lambda: True, lambda: [runs])
+    assert watch.rate_tokens_per_s == pytest.approx(10.0, rel=0.01)
+    runs.seqlen += 10
+    watch.note_end(runs)
+    watch.advance(1021.0, lambda: True, list)
+    assert watch.rate_tokens_per_s == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_job_of_which_all_has_started_is_late_too(watch):
+    """50 tokens are left of it, at 10 a second and beside another that is due later."""
+    hurried, easy = (request(deadline_s=window_s) for window_s in (24.0, 500.0))
+    for number in range(21):
+        easy.seqlen = 100 + 10 * number
+        watch.advance(1000.0 + number, lambda: True, lambda: [hurried, easy])
+    assert watch.urgent_deadline_s == 1024.0
+    assert watch.laxity_s(hurried, 1020.0) == pytest.approx(-1.0, abs=0.2)
+    assert watch.laxity_s(easy, 1020.0) > 0
+    watch.advance(1021.0, lambda: True, lambda: [easy])
+    assert watch.urgent_deadline_s is None
