@@ -198,7 +198,7 @@ class Ablation:
         started_s, servers = time.monotonic(), {}
         with ExitStack() as stack:
             for name in names:
-                promised = with_promises(self._arms[name], slo, self.options.changes)
+                promised = with_promises(self._arms[name], slo)
                 for number in reversed(numbers):
                     path = self.store.folder / "configs" / f"{name}-{number}.toml"
                     arm = with_config_file(promised, path)

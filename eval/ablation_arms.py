@@ -51,16 +51,18 @@ ABLATION_ARMS: dict[str, Arm] = {
 }
 
 
-def ablation_arms(names: Sequence[str]) -> dict[str, Arm]:
+def ablation_arms(names: Sequence[str], changes: Sections | None = None) -> dict[str, Arm]:
     """The named arms, in the given order; files are named after them.
 
+    `changes`: of the config of all of them, before what an arm's own name says.
     Errors: `ValueError` names the arm and what is wrong with it; `ConfigError` a setting.
     """
     known = dict(ABLATION_ARMS)
     for name in names:
         base, colon, settings = name.partition(":")
-        if colon and base in known:
-            known[name] = _changed(name, known[base], settings)
+        if base in ABLATION_ARMS:
+            arm = with_settings(ABLATION_ARMS[base], changes or {})
+            known[name] = _changed(name, arm, settings) if colon else arm
     return pick_arms(names, known)
 
 
@@ -71,13 +73,12 @@ def _changed(name: str, arm: Arm, settings: str) -> Arm:
         raise ValueError(
             f"arm {name!r} names files: only letters, digits and . : = _ - are allowed"
         )
-    return with_settings(arm, parse_settings(settings.split(":")))
+    sections = parse_settings(settings.split(":"))
+    if "slo" in sections:
+        raise ValueError(f"arm {name!r}: [slo] is what the run promises; see --slo-factor")
+    return with_settings(arm, sections)
 
 
-def with_promises(arm: Arm, slo: Slo, changes: Sections) -> Arm:
-    """The arm told what its online users are promised; stock arms have nobody to tell.
-
-    Errors: `ConfigError` for changes that the config does not allow.
-    """
-    promises = {"slo": dataclasses.asdict(slo)}
-    return with_settings(with_settings(arm, changes), promises)
+def with_promises(arm: Arm, slo: Slo) -> Arm:
+    """The arm told what its online users are promised; stock arms have nobody to tell."""
+    return with_settings(arm, {"slo": dataclasses.asdict(slo)})

@@ -93,7 +93,7 @@ class AblationOptions:
             parse_factors(self.slo_factor)
         self._check_apart()
         for arm in self.picked_arms().values():
-            with_promises(arm, Slo(1.0, 1.0), self.changes)
+            with_promises(arm, Slo(1.0, 1.0))
 
     @property
     def changes(self) -> Sections:
@@ -104,7 +104,7 @@ class AblationOptions:
         return f"ablation-{self.name or self.workload}"
 
     def picked_arms(self) -> dict[str, Arm]:
-        return ablation_arms([name.strip() for name in self.arms.split(",")])
+        return ablation_arms([name.strip() for name in self.arms.split(",")], self.changes)
 
     def _check_apart(self) -> None:
         """Only Echo's scheduler tells when its pool has a whole window, and forgets traffic."""

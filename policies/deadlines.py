@@ -89,7 +89,7 @@ class DeadlineBook:
 
     def work_until(self, deadline_s: float, now_s: float) -> int:
         """Tokens of work due by `deadline_s`; overdue work, which yields, not counted."""
-        return sum(work for one, work in self._due(now_s) if one <= deadline_s)
+        return sum(work for _, work in self._due(now_s, deadline_s))
 
     def urgent_deadline(
         self, now_s: float, rate_tokens_per_s: float | None, safety: float = 1.0
@@ -108,10 +108,12 @@ class DeadlineBook:
                 return float(deadline_s)
         return None
 
-    def _due(self, now_s: float) -> Iterator[tuple[float, int]]:
+    def _due(self, now_s: float, until_s: float = math.inf) -> Iterator[tuple[float, int]]:
         """Deadlines to come, the earliest first, with the work that waits or runs."""
-        pending = self._groups.irange(now_s, inclusive=(False, True))
-        running = (one for one in self._running if one > now_s and one not in self._groups)
+        pending = self._groups.irange(now_s, until_s, inclusive=(False, True))
+        running = (
+            one for one in self._running if now_s < one <= until_s and one not in self._groups
+        )
         for deadline_s in sorted(chain(pending, running)):
             group = self._groups.get(deadline_s)
             waiting_tokens = group.work_tokens if group is not None else 0

@@ -72,30 +72,35 @@ class DecodePlanner:
         """
         if not (choices := candidates()):
             return set()
-        for context_tokens in beside:
-            self._online_decodes.add_decode(context_tokens)
-        chosen = self._chosen(choices)
-        for _ in beside:
-            self._online_decodes.undo()
-        return chosen
-
-    def _chosen(self, choices: Sequence[Decode]) -> set[str]:
+        most = self._most_decodes() - len(beside)
         if self.is_limited and self._is_known:
-            chosen = self._selection.select(
-                choices,
-                self._online_decodes,
-                self.estimator.upper,
-                self._decode_limit_s(min(one.context_tokens for one in choices)),
-                now_s=self.view.now_s,
-                max_decodes=self._most_decodes(),
-            )
+            chosen = self._fitting(choices, beside, max_decodes=max(0, most))
         else:
-            num_most = self._most_decodes() if self.is_limited else len(choices)
+            num_most = max(0, most) if self.is_limited else len(choices)
             running_first = sorted(choices, key=lambda one: (not one.is_running, one.sequence))
             chosen = {one.rid for one in running_first[:num_most]}
         # A step that decodes nobody ends nothing, and who waits online may need the place.
-        if not chosen and not len(self._online_decodes):
+        if not (chosen or beside or len(self._online_decodes)):
             chosen = {min(choices, key=lambda one: one.sequence).rid}
+        return chosen
+
+    def _fitting(
+        self, choices: Sequence[Decode], beside: Sequence[int], *, max_decodes: int
+    ) -> set[str]:
+        shortest_tokens = min((*beside, *(one.context_tokens for one in choices)))
+        limit_s = self._decode_limit_s(shortest_tokens)
+        for context_tokens in beside:
+            self._online_decodes.add_decode(context_tokens)
+        chosen = self._selection.select(
+            choices,
+            self._online_decodes,
+            self.estimator.upper,
+            limit_s,
+            now_s=self.view.now_s,
+            max_decodes=max_decodes,
+        )
+        for _ in beside:
+            self._online_decodes.undo()
         return chosen
 
     def with_decode_s(self, context_tokens: int) -> float:

@@ -69,9 +69,6 @@ class EchoSchedulePolicy(SchedulePolicy):
         limit = super().shortest_prefill_chunk_limit(chunked_req, waiting_queue, budget, page_size)
         left = len(chunked_req.full_untruncated_fill_ids) - int(chunked_req.prefix_len)
         most = left if limit is None else min(left, limit)
-        if is_offline(chunked_req) and self.planner.online_waits:
-            # It cannot be set aside, and the longer it takes the longer somebody online waits.
-            return most
         room = partial(
             self.planner.offline_chunk_tokens
             if is_offline(chunked_req)
@@ -82,6 +79,10 @@ class EchoSchedulePolicy(SchedulePolicy):
         )
         if is_offline(chunked_req) and self.offline_chunk_tokens is not None:
             most = min(most, max(1, self.offline_chunk_tokens // page_size) * page_size)
+        if is_offline(chunked_req) and self.planner.online_waits:
+            # It cannot be set aside, and the longer it takes the longer some online prompts wait;
+            # others fit beside it.
+            return min(most, max(1, budget // 2 // page_size) * page_size)
         # Whether it runs at all was decided before; SGLang wants to see it make progress.
         return room(max_tokens=most) or min(most, page_size)
 

@@ -71,11 +71,12 @@ class DeadlineWatch:
         self._advanced_s = now_s
         if not has_work():
             self._rate.pause()
+            self._order.book.set_running({})
             return
         offline = [req for req in running() if terms_of(req).is_offline]
         num_done, left = progress(map(self._in_work, offline))
         for req in offline:
-            req.echo_counted_tokens = max(req.seqlen, _counted(req))
+            req.echo_counted_tokens = max(_done_tokens(req), _counted(req))
         self._order.book.set_running(left)
         self._rate.observe(now_s, self._tokens_done + num_done)
         self._tokens_done = 0
@@ -84,7 +85,7 @@ class DeadlineWatch:
     def _in_work(self, req: Any) -> InWork:
         deadline_s, expected = self.terms(req)
         expected -= len(req.output_ids)
-        return InWork(req.seqlen, _counted(req), expected, deadline_s or math.inf)
+        return InWork(_done_tokens(req), _counted(req), expected, deadline_s or math.inf)
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""
@@ -98,3 +99,11 @@ class DeadlineWatch:
 def _counted(req: Any) -> int:
     """Of its tokens, what the rate knows already."""
     return int(getattr(req, "echo_counted_tokens", 0))
+
+
+def _done_tokens(req: Any) -> int:
+    """Of its tokens, what is computed: between two chunks not all of the prompt is."""
+    prefilled = getattr(req, "extend_end", None)
+    if prefilled and prefilled < len(req.origin_input_ids):
+        return int(prefilled)
+    return int(req.seqlen)

@@ -128,7 +128,7 @@ def _pooled(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
     place = next((i for i, other in enumerate(upcoming) if other is req), None)
     num_before = num_first + (MAX_WALKED if place is None else place)
     refusal, limits = _refusal(scheduler), scheduler.kv_limits
-    if not limits.could_start(req):
+    if not (limits.could_start(req) or scheduler._engine_paused):
         # Others are offered in its place.
         refusal = Refusal(Reason.RESERVE, req.rid, limits.facts(req, 0, 1))
     return {

@@ -136,12 +136,12 @@ class KvLimits:
 
         Else nobody need wait for it: not even they could make it room.
         """
-        return int(getattr(req, "echo_needed_tokens", 0)) <= self.limit_tokens(num_offline=1)
+        return needed_tokens(req) <= self.limit_tokens(num_offline=1)
 
     def facts(self, req: Any, planned_tokens: int, num_offline: int) -> dict[str, int]:
-        """What `holds_back` compares, in tokens."""
+        """What `holds_back` compared for a request that it held back, in tokens."""
         return {
-            "needed_tokens": self.new_tokens(req),
+            "needed_tokens": needed_tokens(req),
             "planned_tokens": planned_tokens,
             "used_tokens": self.offline_tokens,
             "limit_tokens": self.limit_tokens(num_offline),
@@ -150,6 +150,7 @@ class KvLimits:
     def note_start(self, req: Any) -> None:
         """Count what an offline request that starts must compute a second time."""
         core = self._tree_cache.echo_core
+        req.echo_needed_tokens = 0
         evicted = core.charge_lost(req) if core is not None else 0
         lost = max(0, getattr(req, "echo_computed_tokens", 0) - req.prefix_len)
         req.echo_recomputed_tokens = getattr(req, "echo_recomputed_tokens", 0) + max(evicted, lost)
@@ -163,3 +164,8 @@ class KvLimits:
     def _locked_prefix_tokens(self, req: Any) -> int:
         core = self._tree_cache.echo_core
         return core.locked_tokens(req.last_node) if core is not None else 0
+
+
+def needed_tokens(req: Any) -> int:
+    """What a request needed when it was held back last; 0 if it started since, or never was."""
+    return int(getattr(req, "echo_needed_tokens", 0))

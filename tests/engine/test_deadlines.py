@@ -152,3 +152,13 @@ def test_a_job_of_which_all_has_started_is_late_too(watch):
     assert watch.laxity_s(easy, 1020.0) > 0
     watch.advance(1021.0, lambda: True, lambda: [easy])
     assert watch.urgent_deadline_s is None
+
+
+def test_of_a_prompt_between_chunks_only_what_is_prefilled_is_done(watch):
+    long = request(deadline_s=500.0)
+    for number in range(11):
+        long.extend_end = 5 * (number + 1)
+        watch.advance(1000.0 + number, lambda: True, lambda: [long])
+    assert watch.rate_tokens_per_s == pytest.approx(5.0, rel=0.01)
+    # 45 of the prompt and the 50 of the answer are left, at 5 a second.
+    assert watch.laxity_s(long, 1010.0) == pytest.approx(490 - 95 / 5, abs=4.0)

@@ -73,3 +73,35 @@ def test_a_prompts_logprobs_are_told_from_those_of_the_answer(return_logprob, st
     req.return_logprob, req.logprob_start_len = return_logprob, start
     req.origin_input_ids = list(range(10))
     assert has_prompt_logprobs(req) is has_them
+
+
+class Running:
+    """A batch of requests of which those named have finished."""
+
+    def __init__(
+        self, reqs: str = "", *, finished: str = "", is_extend: bool = False, chunked=None
+    ):
+        self.reqs = [_named(rid, is_finished=rid in finished) for rid in reqs]
+        self.forward_mode = SimpleNamespace(is_extend=lambda: is_extend)
+        self.chunked_req = next((req for req in self.reqs if req.rid == chunked), None)
+
+
+def _named(rid: str, *, is_finished: bool) -> SimpleNamespace:
+    return SimpleNamespace(rid=rid, finished=lambda: is_finished)
+
+
+@pytest.mark.parametrize(
+    ("running", "last", "goes_on"),
+    [
+        (Running("ab", finished="a"), None, True),
+        (Running("ab", finished="ab"), None, False),
+        (Running(), Running("a"), False),  # decoded last, and nobody is left
+        # A step that did both holds all who decode until they are merged again.
+        (Running(), Running("ab", finished="a", is_extend=True), True),
+        (Running(), Running("ab", finished="ab", is_extend=True), False),
+        (Running(), Running("a", is_extend=True, chunked="a"), False),
+    ],
+)
+def test_who_sits_out_is_called_back_only_if_nobody_else_goes_on(running, last, goes_on):
+    one = scheduler(chunked_req=None)
+    assert one._anybody_runs(running, last) is goes_on

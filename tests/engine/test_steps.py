@@ -206,6 +206,8 @@ def test_long_online_prompts_are_cut_one_after_the_other(tight_server, stock_tex
     [
         ((), 300),
         (MIXED_IN_TURN, 300),
+        pytest.param(("--enable-mixed-chunk",), 300, marks=pytest.mark.slow),
+        pytest.param(("--disable-overlap-schedule",), 300, marks=pytest.mark.slow),
         pytest.param((), 1000, marks=pytest.mark.slow),
         pytest.param(MIXED_IN_TURN, 1000, marks=pytest.mark.slow),
     ],

@@ -58,7 +58,8 @@ def trace(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_presets_arm_is_the_preset_with_the_promises(name: str, tmp_path: Path) -> None:
-    arm = with_promises(ABLATION_ARMS[name], SLO, {"estimator": {"quantile": 0.9}})
+    [arm] = ablation_arms([name], {"estimator": {"quantile": 0.9}}).values()
+    arm = with_promises(arm, SLO)
     written = load_config(str(with_config_file(arm, tmp_path / "arm.toml").config))
     preset = tomllib.loads(resolve_config_path(name).read_text())
     estimator = preset.get("estimator", {}) | {"quantile": 0.9}
@@ -70,7 +71,8 @@ def test_a_presets_arm_is_the_preset_with_the_promises(name: str, tmp_path: Path
 def test_stock_arms_are_those_of_the_corun_and_are_told_nothing() -> None:
     for name in ("stock", "stock-priority"):
         assert ABLATION_ARMS[name] == ARMS[name]
-        assert with_promises(ABLATION_ARMS[name], SLO, {"offline": {"order": "fcfs"}}) == ARMS[name]
+        [arm] = ablation_arms([name], {"offline": {"order": "fcfs"}}).values()
+        assert with_promises(arm, SLO) == ARMS[name]
 
 
 def test_error_arms_are_echo_but_for_the_error() -> None:
@@ -93,6 +95,10 @@ def test_an_arm_may_be_a_preset_with_other_settings() -> None:
     steps = dataclasses.replace(config.steps, place_share=unchanged.steps.place_share)
     assert steps == unchanged.steps
     assert arms["echo-mixed:steps.park=false"].args == ABLATION_ARMS["echo-mixed"].args
+    # What an arm's name says is what it has.
+    [arm] = ablation_arms([name], {"steps": {"place_share": 0.9, "slack_pace": 0.4}}).values()
+    steps = parse_config(arm.settings).steps
+    assert (steps.place_share, steps.slack_pace) == (0.5, 0.4)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +111,7 @@ def test_an_arm_may_be_a_preset_with_other_settings() -> None:
         (["--arms", "echo:steps.place_share=2"], "steps.place_share is 2"),
         (["--arms", "stock:steps.park=false"], "a stock server has no settings"),
         (["--arms", "echo:estimator.profile=a/b"], "only letters, digits and . : = _ -"),
+        (["--arms", "echo:slo.ttft_s=1"], "[slo] is what the run promises"),
         (["--slo-factor", "0.5"], "--slo-factor is '0.5'"),
         (["--answer-lengths", "long"], "allowed are equal, lognormal"),
         (["--settings", "steps.limit=fast"], "steps.limit is 'fast'; allowed are"),
