@@ -32,8 +32,9 @@ class LiveBatchTime:
     tried every `FIRST_FIT_STEPS`, until the steps seen can tell what each term costs. A fit
     that is refused keeps the old model, is counted, and leaves its reason. `refit_steps` 0: a
     model that is there is never fitted again. `error` makes every prediction wrong by that
-    share, for experiments; coverage is that of the bound without it. `calibrated`: the largest step
-    that the model was calibrated with, if it was: fits stay near it where live steps tell nothing.
+    share, for experiments; coverage is that of the bound without it. `calibrated`: the highest
+    value of each column that the model was calibrated with, if all are known: fits stay near it
+    where live steps tell nothing.
 
     As long as nothing is known, predictions are infinite: a step of unknown cost fits no
     limit, and the caller needs a rule of its own for that time. `upper` is `upper_s` as a
@@ -69,7 +70,8 @@ class LiveBatchTime:
         )
         self._model = model
         self._band = ConformalBand(model, quantiles=(quantile,), stale_s=stale_s)
-        self._anchors = Anchors(model, calibrated) if calibrated is not None else None
+        is_told = set(BatchRow._fields) <= set(calibrated or ())
+        self._anchors = Anchors(model, calibrated) if calibrated and is_told else None
         self._steps_since_fit = 0
         # They go into the buffer some at a time: to fetch it takes longer than to put one in.
         self._ahead: list[tuple[BatchRow, float]] = []

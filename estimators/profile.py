@@ -195,8 +195,6 @@ def _largest_step(table: _Table) -> dict[str, int]:
     largest = table.table("largest_step").all(int)
     if unknown := set(largest) - set(BatchRow._fields):
         raise ValueError(f"largest_step.{min(unknown)} is not known; a step has {BatchRow._fields}")
-    if missing := set(BatchRow._fields) - set(largest):
-        raise ValueError(f"largest_step.{min(missing)} is missing; calibrate again")
     return largest
 
 

@@ -104,7 +104,7 @@ def live_steps(server: Server, vocab: int, options: argparse.Namespace) -> Sampl
 
 
 def live_errors(
-    model: BatchTimeModel, samples: Samples, largest_step: Mapping[str, int] | None
+    model: BatchTimeModel, samples: Samples, largest_step: Mapping[str, int] | None = None
 ) -> dict[str, tuple[float, float]]:
     """MAPE and coverage of what the scheduler asks, by kind: it learns from the steps before.
 
