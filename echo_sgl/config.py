@@ -156,7 +156,7 @@ class StepsConfig:
     slack_share: float = _number(0.1, 0.0, 1.0)
     reserve_tokens: float = _number(4.0, 0.0, 1000.0)
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
-    place_share: float = _number(1.0, 0.0, 1.0)
+    place_share: float = _number(0.5, 0.0, 1.0)
     ahead_tokens: float = _number(8.0, 0.0, 1000.0)
     online_chunks: str = _choice("whole", "whole", "slack")
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")

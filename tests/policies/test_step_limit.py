@@ -308,8 +308,9 @@ def test_room_for_a_prefill_is_bounded_as_a_step_is():
     for others, room_s in (
         ({}, 0.3),
         ({"first_due_s": 100.25}, 0.23),
-        ({"places_taken": 2 / 3}, 0.3),
-        ({"places_taken": 5 / 6}, 0.15),
+        ({"places_taken": 1 / 3}, 0.3),
+        ({"places_taken": 5 / 12}, 0.15),
+        ({"places_taken": 0.5}, 0.0),
     ):
         ahead = view(decode_due_s=110.0, alone_s=0.02, **others)
         assert limit.prefill_room_s(ahead, limit.limit_s(ahead)) == pytest.approx(room_s)
