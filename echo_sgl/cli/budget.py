@@ -72,8 +72,7 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     )
     running = replayer.config
     require_budget(running)
-    if stored is not None:
-        require_same(stored, running, output)
+    require_same(stored or running, running, output)
     search = run_search(replayer, targets, stored_s=stored.steps.budget_s if stored else None)
     table = list(evidence(search))
     typer.echo("\n".join(table))
@@ -123,14 +122,12 @@ def require_budget(running: EchoConfig) -> None:
 
 def require_same(stored: EchoConfig, running: EchoConfig, output: Path) -> None:
     """Errors: `ConfigError` names how the server differs from the preset but for its budget."""
+    ours, theirs = dataclasses.asdict(stored), dataclasses.asdict(running)
     differences = [
-        f"{section.name}.{item.name} is {theirs!r} there and {ours!r} in the preset"
-        for section in dataclasses.fields(stored)
-        for item in dataclasses.fields(getattr(stored, section.name))
-        if (section.name, item.name) not in MOVED
-        for ours in (getattr(getattr(stored, section.name), item.name),)
-        for theirs in (getattr(getattr(running, section.name), item.name),)
-        if ours != theirs
+        f"{section}.{name} is {theirs[section][name]!r} there and {value!r} in the preset"
+        for section, values in ours.items()
+        for name, value in values.items()
+        if (section, name) not in MOVED and value != theirs[section][name]
     ]
     if differences:
         raise ConfigError(
