@@ -135,13 +135,17 @@ class StepsConfig:
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all
-    run otherwise. `batch_size` "adaptive" also limits how many requests a step decodes (BROS).
-    Offline prefill chunks below `min_chunk_tokens` wait for a better step, and those whose tokens
-    take longer than `1 + chunk_overhead` times what they would in the best chunk wait under
-    "slack" while the room for them grows, see `policies/chunk_wait.py`; not with 0. Nor does a
-    limit cut online chunks shorter than that where online requests queue. `candidates`: how many
-    requests are weighed for each prefill. `gather` lets them wait while there is room for few,
-    until so many start in one prefill step that it pays, see `policies/gathering.py`.
+    run otherwise. With `replace` the online decode that is due last gives its turn to an offline
+    one that found no room, if it is in time nevertheless (BROS), see `policies/replacement.py`.
+    `batch_size` "adaptive" also limits how many requests a step decodes (BROS). Offline prefill
+    chunks below `min_chunk_tokens` wait for a better step, and those whose tokens take longer than
+    `1 + chunk_overhead` times what they would in the best chunk wait under "slack" while the room
+    for them grows, see `policies/chunk_wait.py`; not with 0. Nor does a limit cut online chunks
+    shorter than that where online requests queue. `candidates`: how many requests are weighed for
+    each prefill. `gather` lets them wait while there is room for few, until so many start in one
+    prefill step that it pays, see `policies/gathering.py`. `gate` lets them wait while those that
+    decode make more of the time than one more would, its prompt computed as often as such are lost
+    to online requests (OOCO), see `policies/gating.py`.
     """
 
     limit: str = _choice("auto", "auto", "slack", "budget", "relative", "off")
@@ -161,11 +165,13 @@ class StepsConfig:
     online_chunks: str = _choice("whole", "whole", "slack")
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
     park: bool = _switch(True)
+    replace: bool = _switch(False)
     batch_size: str = _choice("fixed", "fixed", "adaptive")
     min_chunk_tokens: int = _number(64, 1, 1_000_000)
     chunk_overhead: float = _number(0.1, 0.0, 1000.0)
     candidates: int = _number(4, 1, 64)
     gather: bool = _switch(True)
+    gate: bool = _switch(False)
 
 
 @dataclass(frozen=True, slots=True)

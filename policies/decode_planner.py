@@ -11,6 +11,7 @@ from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import RESUME_SHARE, Decode, DecodeSelection
 from echo_sgl.policies.held_plan import HELD_SHARE, HeldPlan
+from echo_sgl.policies.replacement import NOBODY, OnlineDecode, Replacement, replace_decodes
 from echo_sgl.policies.step_limit import OnlineView
 
 
@@ -21,6 +22,7 @@ class DecodePlanner:
     view: OnlineView
     limit_s: float
     is_limited: bool
+    replaces: bool
     held: HeldPlan
     _selection: DecodeSelection
     _batch_size: BatchSize
@@ -84,6 +86,32 @@ class DecodePlanner:
             chosen = {min(choices, key=lambda one: one.sequence).rid}
         return chosen
 
+    def replace_decodes(
+        self,
+        choices: Sequence[Decode],
+        chosen: set[str],
+        online: Sequence[OnlineDecode],
+        *,
+        beside: Sequence[int] = (),
+    ) -> Replacement:
+        """Which online decodes leave their turn to offline ones that were not chosen.
+
+        `online` are those that may; `beside`: contexts of all others that decode in any case.
+        """
+        left = [one for one in choices if one.rid not in chosen]
+        if not (left and self.replaces and self.is_limited and self._is_known):
+            return NOBODY
+        contexts = [one.context_tokens for one in choices if one.rid in chosen]
+        return replace_decodes(
+            online,
+            left,
+            self.estimator.upper,
+            self._decode_limit,
+            now_s=self.view.now_s,
+            max_decodes=len(self._online_decodes) + self._most_decodes(),
+            joined=(*contexts, *beside),
+        )
+
     def _fitting(
         self, choices: Sequence[Decode], beside: Sequence[int], *, max_decodes: int
     ) -> set[str]:
@@ -112,10 +140,13 @@ class DecodePlanner:
 
     def _joined_s(self, offline: Contexts) -> float:
         """What the online decodes would take with these."""
+        return self.estimator.upper.predict_s(self._joined(offline))
+
+    def _joined(self, offline: Contexts) -> BatchRow:
         online = self._online_decodes
         num, tokens = online.num_decodes + offline.num, online.decode_tokens + offline.tokens
         longest = max(online.max_decode_tokens, offline.longest)
-        return self.estimator.upper.predict_s(BatchRow(0, 0, 0, 0, num, tokens, longest))
+        return BatchRow(0, 0, 0, 0, num, tokens, longest)
 
     def _decode_limit_s(self, shortest_tokens: int) -> float:
         """The limit of a decode step. Without online decodes one offline decode is the least

@@ -123,7 +123,7 @@ class UncachedSelection(DecodeSelection):
 
     BROS sorts best-effort requests by what must be swapped in for them (its M^cpu); where KV is
     not swapped but computed again, that is what would be computed again. Its replacement of
-    real-time requests is left out: online decodes all run. Source: BROS algorithm 1, lines 17-32.
+    real-time requests is in `replacement.py`. Source: BROS algorithm 1, lines 17-23.
     """
 
     def _extend(self, fill: StepFill, decodes: list[Decode]) -> None:

@@ -15,9 +15,11 @@ from echo_sgl.config import StepsConfig
 from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
 from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.chunk_wait import ChunkWait
+from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_planner import DecodePlanner
 from echo_sgl.policies.decode_selection import DecodeSelection
 from echo_sgl.policies.gathering import Gathering
+from echo_sgl.policies.gating import Gating
 from echo_sgl.policies.held_plan import HeldPlan
 from echo_sgl.policies.places import Placed, Places
 from echo_sgl.policies.step_limit import (
@@ -54,7 +56,7 @@ class StepPlanner(DecodePlanner):
         chunk_tokens: int,
     ) -> None:
         self.limit, self.estimator = limit, estimator
-        self.is_limited = not isinstance(limit, NoLimit)
+        self.is_limited, self.replaces = not isinstance(limit, NoLimit), config.replace
         # Most limits hold nothing between steps.
         self.keeps_steps = type(limit).note_step is not StepLimit.note_step
         self.view = NOTHING_ONLINE
@@ -62,6 +64,7 @@ class StepPlanner(DecodePlanner):
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self.places = Places(config.ahead_tokens)
         self.gathering = Gathering(is_on=config.gather)
+        self.gating = Gating(is_on=config.gate)
         self.chunk_wait = chunk_wait
         self._online_decodes, self._num_waiting = BatchShape(), 0
         self._decode_limit = math.inf
@@ -156,6 +159,13 @@ class StepPlanner(DecodePlanner):
             return False
         lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
         return math.isfinite(lot_s) and lot_s <= self.prefill_room_s
+
+    def gates(self, offline: Contexts) -> bool:
+        """Whether offline requests wait because starting one now is not worth what it may cost.
+
+        `offline`: those that decode.
+        """
+        return self._is_known and self.gating.is_closed(self.estimator, self._joined(offline))
 
     def decodes_first(
         self,

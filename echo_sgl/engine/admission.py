@@ -168,7 +168,8 @@ class EchoPrefillAdder(PrefillAdder):
         """Free a request slot for an online request; an offline one waits."""
         if not is_held_back(req) and self._makes_place(req):
             return True
-        num_running = len(self.running_batch.reqs) + len(self.control.parked)
+        sitting_out = len(self.control.parked) + len(self.control.without_turn)
+        num_running = len(self.running_batch.reqs) + sitting_out
         self.control.refuse(Reason.SLOT, req.rid, num_running=num_running)
         return False
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.places import queued
-from echo_sgl.engine.refusals import GATHERING, Reason, Refusal, limit_facts
+from echo_sgl.engine.refusals import GATED, GATHERING, Reason, Refusal, limit_facts
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.offer_size import MAX_OFFERED
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_WALKED = 256
 
 # Without an id: only offline requests were kept from starting.
-_OF_OFFLINE = (Reason.SLOT, Reason.GATHER)
+_OF_OFFLINE = (Reason.SLOT, Reason.GATHER, Reason.GATE)
 
 
 class State(StrEnum):
@@ -198,6 +198,8 @@ def _refusal(scheduler: EchoScheduler) -> Refusal | None:
         return paused
     if (refusal := scheduler.step_control.refusal) is GATHERING:
         return Refusal(Reason.GATHER, None, scheduler.step_control.planner.gathering.facts)
+    if refusal is GATED:
+        return Refusal(Reason.GATE, None, scheduler.step_control.planner.gating.facts)
     if refusal is not None:
         return refusal
     if scheduler.running_batch.batch_is_full:

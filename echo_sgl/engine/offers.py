@@ -51,11 +51,16 @@ class Offers(PoolIntake):
                 shape.add_decode(req.seqlen)
         return shape
 
-    def _keeps_chunk_waiting(self, running_batch: ScheduleBatch) -> bool:
-        """Whether an offline request waits for its next chunk while all others decode."""
+    def _keeps_offline_waiting(self, running_batch: ScheduleBatch) -> bool:
+        """Whether offline requests wait for their first or next chunk while all others decode."""
         req = self.chunked_req
-        if req is None or not is_offline(req) or self.waiting_queue:
+        if self.waiting_queue or (req is not None and not is_offline(req)):
             return False
+        if req is None:
+            num_pooled = len(self.offline_pool)
+            return num_pooled > 0 and self.step_control.keeps_pool_waiting(
+                num_pooled, self.kv_limits
+            )
         if self.kv_limits.excess_tokens(self._num_offline(running_batch)):
             return False  # a pass sheds
         decodes = self._decodes_of_mixed_step(running_batch)
@@ -145,14 +150,15 @@ class Offers(PoolIntake):
     def _note_pass(self, started: Sequence[Req], num_offered: int) -> None:
         """Learn how many passes start, and whether this one ended for want of room."""
         self.offer_size.note(len(started), num_offered)
+        prefills = BatchShape()
+        for req in started:
+            prefills.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
+        self.step_control.planner.gating.note_started(prefills)
         if self.is_mixed_chunk:
             return  # decodes stop for nobody, so nobody waits for others
         refusal = self.step_control.refusal
         found_no_room = refusal is not None and refusal.reason in NO_ROOM
         is_full = found_no_room and self.chunked_req is None and len(self.offline_pool) > 0
-        prefills = BatchShape()
-        for req in started:
-            prefills.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
         self._gathering.note_pass(prefills, is_full=is_full)
 
     @property

@@ -129,13 +129,17 @@ class PoolIntake(Scheduler):
 
     def _resume_all(self) -> None:
         """End all parking: what SGLang does to running requests must reach these, too."""
-        if (parked := self.step_control.take_all_parked()) is None:
+        self._rejoin(self.step_control.take_all_parked())
+
+    def _rejoin(self, batch: ScheduleBatch | None) -> None:
+        """Let these decode on with all others."""
+        if batch is None:
             return
         if self.running_batch.is_empty():
-            parked.batch_is_full = False
-            self.running_batch = parked
+            batch.batch_is_full = False
+            self.running_batch = batch
         else:
-            self.running_batch.merge_batch(parked)
+            self.running_batch.merge_batch(batch)
 
     def running_reqs(self) -> Iterable[Req]:
         """Requests that hold KV, each once: decoding, parked, just prefilled, between chunks."""

@@ -153,8 +153,9 @@ class EchoScheduler(Offers):
     def init_invariant_checker(self) -> None:
         super().init_invariant_checker()
         # Its memory check adds up what requests hold: those that sit out hold theirs.
+        control = self.step_control
         self.invariant_checker.get_running_batch = lambda: SimpleNamespace(
-            reqs=[*self.running_batch.reqs, *self.step_control.parked]
+            reqs=[*self.running_batch.reqs, *control.parked, *control.without_turn]
         )
 
     def init_load_inquirer(self) -> None:
@@ -172,6 +173,7 @@ class EchoScheduler(Offers):
         own_time.begin_iteration()
         with own_time:
             requests, measured = self.echo_clock.take_ticks(recv_reqs)
+            self._rejoin(self.step_control.take_left_out())
         super().process_input_requests(requests)
         with own_time:
             self._advance(measured)
@@ -249,7 +251,7 @@ class EchoScheduler(Offers):
             self._begin_step(running_batch, is_full=is_full)
             is_deferred = super()._should_defer_prefill(running_batch)
             if not is_deferred and self.is_mixed_chunk:
-                is_deferred = self._keeps_chunk_waiting(running_batch)
+                is_deferred = self._keeps_offline_waiting(running_batch)
             elif not is_deferred:
                 # A pass that starts nobody may have to shed.
                 is_deferred = (is_full and self.kv_limits.is_within) or self._decodes_first()
@@ -304,6 +306,8 @@ class EchoScheduler(Offers):
         # Before SGLang retracts from those that decode.
         while not batch.check_decode_mem() and self._retract_parked(batch):
             pass
+        if self.step_control.without_turn and not batch.check_decode_mem():
+            self.step_control.take_back_left_out(batch)
         decode_batch: ScheduleBatch | None = super().update_running_batch(batch)
         return decode_batch
 

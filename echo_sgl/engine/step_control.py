@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
@@ -16,39 +15,26 @@ from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.config import EchoConfig
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
+from echo_sgl.engine.decode_control import DecodeControl, StepCounts
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
-from echo_sgl.engine.parking import ParkedDecodes, has_penalties, retract
+from echo_sgl.engine.parking import ParkedDecodes, retract
 from echo_sgl.engine.places import new_tokens, placed, queued
-from echo_sgl.engine.refusals import GATHERING, Reason, Refusal, limit_facts
-from echo_sgl.engine.retraction import first_out, uncached_tokens
+from echo_sgl.engine.refusals import GATED, GATHERING, Reason, Refusal, limit_facts
+from echo_sgl.engine.retraction import first_out
 from echo_sgl.engine.rolling_max import RollingMax
-from echo_sgl.engine.running import Running, offline_of
+from echo_sgl.engine.running import Running
 from echo_sgl.engine.step_log import StepLog, StepNote
 from echo_sgl.engine.step_timing import StepTimer, row_of_batch
 from echo_sgl.engine.terms import RequestTerms, terms_of
 from echo_sgl.estimators.lessons import Lessons
 from echo_sgl.estimators.live import LiveBatchTime
-from echo_sgl.policies.contexts import Contexts
-from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.planners import create_step_planner
-from echo_sgl.types import Task
 
 WAIT_WINDOW_S = 60.0
 
 
-@dataclass(slots=True)
-class StepCounts:
-    """What happened to requests since the scheduler started; the counts only grow."""
-
-    num_parks: int = 0
-    num_resumes: int = 0
-    num_prefill_parks: int = 0
-    num_given_places: int = 0
-    num_retractions: dict[Task, int] = field(default_factory=lambda: dict.fromkeys(Task, 0))
-
-
-class StepControl:
+class StepControl(DecodeControl):
     """Plans the steps of one scheduler; it calls in this order, once per step:
 
     `begin`, then `defers_prefill`, then `select_decodes` if the step decodes, then `launch`.
@@ -68,7 +54,7 @@ class StepControl:
     ) -> None:
         self.estimator, self.timer = estimator, timer
         self._watch = watch
-        self.parked = ParkedDecodes()
+        self.parked, self.without_turn = ParkedDecodes(), ParkedDecodes()
         self.log = StepLog(estimator.predict_both_s)
         self.decision_log = DecisionLog.from_environment(rank)
         self.can_park = config.steps.park and can_park
@@ -174,9 +160,7 @@ class StepControl:
         planner, is_idle = self.planner, chunked is None and not online_prefill_waits
         if is_idle and not num_pooled:  # a pass would find nobody
             return limits.is_within and len(self._running.online) > 0
-        gathers = is_idle and planner.gathers(self._running.num_offline, num_pooled)
-        if gathers and limits.is_within:  # else a pass sheds
-            self.refusal = GATHERING
+        if is_idle and self.keeps_pool_waiting(num_pooled, limits):
             return True
         if not self._is_planned:
             self._plan((), None)
@@ -192,6 +176,18 @@ class StepControl:
         if is_deferred and planner.is_limited and self.estimator.is_ready:
             self.refuse_for_time(None, BatchShape())
         return is_deferred
+
+    def keeps_pool_waiting(self, num_pooled: int, limits: KvLimits) -> bool:
+        """Whether those that could start do not yet, though nobody else prefills."""
+        running, reason = self._running, None
+        if self.planner.gathers(running.num_offline, num_pooled):
+            reason = GATHERING
+        elif self.planner.gates(running.offline):
+            reason = GATED
+        if reason is None or not limits.is_within:  # else a pass sheds
+            return False
+        self.refusal = reason
+        return True
 
     def keeps_chunk_waiting(self, chunked: Req, decodes: BatchShape, page_size: int) -> bool:
         """Whether an offline request has no room for its next chunk in a step with `decodes`."""
@@ -213,26 +209,6 @@ class StepControl:
         facts = {"room_s": self.planner.room_s(shape), "smallest_chunk_s": chunk_s}
         chunk_wait = self.planner.chunk_wait.facts
         self.refuse(Reason.LIMIT, rid, **limit_facts(self.planner), **facts, **chunk_wait)
-
-    def select_decodes(self, batch: ScheduleBatch) -> None:
-        """Let as many offline requests decode in this step as fit; the others sit out."""
-        is_settled = self._is_settled
-        if not self._running.are(batch.reqs):
-            is_settled = self._stays(Contexts.of([req.seqlen for req in offline_of(batch.reqs)]))
-            self._is_settled = is_settled
-        if is_settled:
-            return
-        if not self.can_park:
-            return
-        running = offline_of(batch.reqs)
-        stay = [req for req in running if has_penalties(req)]
-        running = [req for req in running if not has_penalties(req)]
-        chosen = self.planner.choose_decodes(
-            lambda: self._candidates(running), beside=[req.seqlen for req in stay]
-        )
-        # First in, then out: an emptied batch cannot take anybody in.
-        self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
-        self._park(batch, [req for req in running if req.rid not in chosen])
 
     def launch(
         self,
@@ -276,7 +252,8 @@ class StepControl:
         self.log.add(note)
         if self.decision_log is not None:
             limit_s = self.planner.limit_s
-            self.decision_log.write(batch, self.parked, now_s=self._now_s, limit_s=limit_s)
+            sitting_out = *self.parked, *self.without_turn
+            self.decision_log.write(batch, sitting_out, now_s=self._now_s, limit_s=limit_s)
         self.timer.expect(row, note)
         for req in waiting if num_offline else ():
             terms_of(req).num_offline_steps_waited += 1
@@ -299,6 +276,7 @@ class StepControl:
         self.planner.gathering.note_end()
         terms = terms_of(req, self._now_s)
         if terms.is_offline:
+            self.planner.gating.note_answer(len(req.output_ids))
             return
         self.planner.held.end()  # the stall is counted from what online decodes take
         if req.output_ids and terms.promise.is_any:
@@ -308,11 +286,6 @@ class StepControl:
     def length_bucket(self) -> int | None:
         """Of what decodes, see `Candidate`."""
         return self._running.length_bucket
-
-    def take_all_parked(self) -> ScheduleBatch | None:
-        """End all parking; those that sat out, as a batch of their own."""
-        self._note_resumed(req.rid for req in self.parked)
-        return self.parked.take_all()
 
     # ---- places ------------------------------------------------------------------------------
 
@@ -340,61 +313,9 @@ class StepControl:
         """
         if (rid := first_out(self.parked, running)) is None:
             return None
+        self.planner.gating.note_lost()
         victim = next((req for req in running if req.rid == rid), None)
         if victim is None:
             return self.parked.retract(rid)
         retract(batch, victim, num_decoding=len(batch.reqs) - 1)
         return victim
-
-    # ---- internals -------------------------------------------------------------------------
-
-    def _stays(self, running: Contexts) -> bool:
-        """Whether all that run decode and all that sit out stay there: so it is in most steps."""
-        if not self.parked:
-            return self.planner.all_decode(running)
-        return self._watch.urgent_deadline_s is None and self.planner.is_settled(
-            running,
-            shortest_parked=min(req.seqlen for req in self.parked),
-            parked_since_s=min(
-                (since_s for req in self.parked if (since_s := terms_of(req).waiting_since_s)),
-                default=self._now_s,
-            ),
-        )
-
-    def _candidates(self, running: Sequence[Req]) -> list[Decode]:
-        parked = [self._decode(req, is_running=False) for req in self.parked]
-        return [*(self._decode(req, is_running=True) for req in running), *parked]
-
-    def _decode(self, req: Req, *, is_running: bool) -> Decode:
-        terms = terms_of(req)
-        return Decode(
-            rid=req.rid,
-            context_tokens=req.seqlen,
-            uncached_tokens=uncached_tokens(req),
-            waiting_since_s=terms.waiting_since_s,
-            laxity_s=self._watch.laxity_s(req, self._now_s),
-            is_running=is_running,
-            sequence=req.echo_sequence,
-        )
-
-    def _park(self, batch: ScheduleBatch, leaving: Sequence[Req]) -> None:
-        if not leaving:
-            return
-        rids = {req.rid for req in leaving}
-        self.parked.park(batch, [i for i, req in enumerate(batch.reqs) if req.rid in rids])
-        self.counts.num_parks += len(leaving)
-        for req in leaving:
-            terms: RequestTerms = terms_of(req)
-            terms.waiting_since_s = self._now_s
-
-    def _resume(self, batch: ScheduleBatch, rids: set[str]) -> None:
-        if rids:
-            self._note_resumed(rids)
-            self.parked.resume(batch, rids)
-
-    def _note_resumed(self, rids: Iterable[str]) -> None:
-        chosen = set(rids)
-        self.counts.num_resumes += len(chosen)
-        for req in self.parked:
-            if req.rid in chosen:
-                terms_of(req).waiting_since_s = None

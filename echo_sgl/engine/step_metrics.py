@@ -26,9 +26,12 @@ class StepMetrics:
         def gauge(name: str, text: str, mode: Any = "livesum") -> Any:
             return Gauge(name, text, ["task"], multiprocess_mode=mode)
 
-        self._parks = Counter(
-            "echo_sgl_parks", "Times that a decoding request sat out, with its KV kept.", ["task"]
-        ).labels(Task.OFFLINE)
+        parks = Counter(
+            "echo_sgl_parks",
+            "Times that a decoding request sat out, with its KV kept; online ones for a step each.",
+            ["task"],
+        )
+        self._parks, self._given_turns = parks.labels(Task.OFFLINE), parks.labels(Task.ONLINE)
         self._resumes = Counter(
             "echo_sgl_resumes", "Times that a request which sat out decodes again.", ["task"]
         ).labels(Task.OFFLINE)
@@ -93,6 +96,7 @@ class StepMetrics:
         self._estimator.publish(control.estimator, now_s)
         counts = control.counts
         self._totals.bring(self._parks, counts.num_parks)
+        self._totals.bring(self._given_turns, counts.num_given_turns)
         self._totals.bring(self._resumes, counts.num_resumes)
         self._totals.bring(self._parked_prefills, counts.num_prefill_parks)
         self._totals.bring(self._given_places, counts.num_given_places)

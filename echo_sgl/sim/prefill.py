@@ -68,6 +68,7 @@ class PrefillPass:
         started = BatchShape()
         for request, _, cached in self._prefills[len(self._prefills) - num_started :]:
             started.add_prefill(request.seq_tokens - cached, cached)
+        self._planner.gating.note_started(started)
         scheduler = self._scheduler
         is_full = self._is_full and scheduler.chunked is None and len(scheduler.pool) > 0
         self._planner.gathering.note_pass(started, is_full=is_full)
@@ -99,7 +100,7 @@ class PrefillPass:
 
     def _free_slots(self) -> int:
         scheduler = self._scheduler
-        taken = scheduler.num_running + len(scheduler.parked) + len(self._prefills)
+        taken = scheduler.num_present + len(self._prefills)
         return scheduler.config.max_running_requests - taken
 
     def _weighed(self, offered: list[SimRequest], num_candidates: int) -> list[SimRequest]:

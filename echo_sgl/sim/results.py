@@ -61,6 +61,7 @@ class SimResults:
     num_retractions: int = 0
     num_prefill_parks: int = 0
     num_given_places: int = 0
+    num_given_turns: int = 0
     evicted_tokens: int = 0
     evicted_needed_tokens: int = 0
     peak_online_tokens: int = 0
@@ -157,6 +158,7 @@ class SimResults:
                 "num_resumes",
                 "num_retractions",
                 "num_given_places",
+                "num_given_turns",
                 "evicted_tokens",
                 "evicted_needed_tokens",
                 "peak_online_tokens",

@@ -8,18 +8,17 @@ the steps that are left to `DecodeGroup` and never to a policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
-from echo_sgl.policies.contexts import Contexts
-from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.planners import create_step_planner
 from echo_sgl.policies.preemption import Holder, preemption_order
 from echo_sgl.policies.reserve import BurstReserve
 from echo_sgl.policies.working_set import WorkingSet
+from echo_sgl.sim.decode_control import SimDecodeControl
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.estimator_feed import EstimatorFeed
 from echo_sgl.sim.kv_pool import KvPool, OutOfKvError
@@ -45,7 +44,7 @@ class StepPlan:
     device_s: float = 0.0
 
 
-class SimScheduler:
+class SimScheduler(SimDecodeControl):
     """Queues, memory and decisions of one simulated server.
 
     `steps_left` tells how many decode steps a request has left: the oracle's, used only to let
@@ -98,6 +97,7 @@ class SimScheduler:
         self.online = DecodeGroup(page, ttft_s=self.promise.ttft_s, tpot_s=self.promise.tpot_s)
         self.offline = DecodeGroup(page)
         self.parked: dict[str, SimRequest] = {}
+        self.without_turn: list[SimRequest] = []
         self.waiting = OnlineQueue(self.promise, self.planner.places)
         self.chunked: SimRequest | None = None
         self.done: list[SimRequest] = []
@@ -116,12 +116,18 @@ class SimScheduler:
             or self.online
             or self.offline
             or self.parked
+            or self.without_turn
             or len(self.pool)
         )
 
     @property
     def num_running(self) -> int:
         return len(self.online.members) + len(self.offline.members)
+
+    @property
+    def num_present(self) -> int:
+        """How many hold a place: those that decode or sit out."""
+        return self.num_running + len(self.parked) + len(self.without_turn)
 
     @property
     def offline_tokens(self) -> int:
@@ -189,7 +195,7 @@ class SimScheduler:
 
     def defers_prefill(self) -> bool:
         planner, chunked, num_pooled = self.planner, self.chunked, len(self.pool)
-        if not (self.waiting or chunked) and planner.gathers(len(self.offline), num_pooled):
+        if not (self.waiting or chunked) and num_pooled and self.keeps_pool_waiting(num_pooled):
             return True
         left_tokens = chunked.left_tokens if chunked else planner.gathering.free_tokens(num_pooled)
         return planner.decodes_first(
@@ -199,42 +205,12 @@ class SimScheduler:
             left_tokens=left_tokens,
         )
 
-    def select_decodes(self) -> None:
-        """Let as many offline requests decode as fit; the others sit out."""
-        offline, planner = self.offline, self.planner
-        if self._is_settled():
-            return
-        if not self.config.echo.steps.park:
-            return
-        running = self._sitting_out(offline)
-        chosen = planner.choose_decodes(
-            lambda: [
-                *(self._decode(one, is_running=True) for one in running),
-                *(self._decode(one, is_running=False) for one in self.parked.values()),
-            ]
-        )
-        for request in [one for one in self.parked.values() if one.rid in chosen]:
-            self._resume(request)
-        for request in running:
-            if request.rid not in chosen:
-                offline.remove(request)
-                request.waiting_since_s = self.now_s
-                self.parked[request.rid] = request
-                self.results.num_parks += 1
-
-    def _is_settled(self) -> bool:
-        offline, planner = self.offline, self.planner
-        contexts = Contexts(
-            len(offline), offline.seq_tokens, offline.longest_tokens, offline.shortest_tokens
-        )
-        if not self.parked:
-            return planner.all_decode(contexts)
-        parked = self.parked.values()
-        return not self.pool.is_late and planner.is_settled(
-            contexts,
-            shortest_parked=min(one.seq_tokens for one in parked),
-            parked_since_s=min(one.waiting_since_s or 0.0 for one in parked),
-        )
+    def keeps_pool_waiting(self, num_pooled: int) -> bool:
+        """Whether those that could start do not yet, though nobody else prefills."""
+        planner = self.planner
+        if planner.gathers(len(self.offline), num_pooled):
+            return True
+        return planner.gating.is_on and planner.gates(self._contexts())
 
     def make_decode_room(self) -> None:
         """Retract until the next token of all that decode fits.
@@ -243,6 +219,8 @@ class SimScheduler:
         """
         while self.online.growth_tokens + self.offline.growth_tokens > self.kv.available_tokens:
             if not self.retract_first():
+                # Who sits out for a step holds memory as well.
+                self.take_back_left_out()
                 self._retract_online()
 
     def _retract_online(self) -> None:
@@ -326,6 +304,7 @@ class SimScheduler:
         order = preemption_order(holders)
         if not order:
             return False
+        self.planner.gating.note_lost()
         if (request := self.parked.pop(order[0], None)) is not None:
             self._release(request)
         else:
@@ -346,22 +325,6 @@ class SimScheduler:
 
     # ---- internals -------------------------------------------------------------------------
 
-    def join(self, request: SimRequest) -> None:
-        """A request decodes from the next step on."""
-        group = self.offline if request.is_offline else self.online
-        group.add(request, tokens_left=self._steps_left(request))
-
-    def _resume(self, request: SimRequest) -> None:
-        del self.parked[request.rid]
-        request.waiting_since_s = None
-        self.join(request)
-        self.results.num_resumes += 1
-
-    def resume_all(self) -> None:
-        """Nobody else decodes: SGLang looks for nobody where nobody runs."""
-        for request in list(self.parked.values()):
-            self._resume(request)
-
     def _retract_running(self, request: SimRequest) -> None:
         group = self.offline if request.is_offline else self.online
         group.remove(request)
@@ -372,20 +335,6 @@ class SimScheduler:
         request.waiting_since_s = None
         self.is_full = False
         self.results.num_retractions += 1
-
-    def _sitting_out(self, group: Iterable[SimRequest]) -> list[SimRequest]:
-        return [one for one in group if one not in self.done] if self.done else list(group)
-
-    def _decode(self, request: SimRequest, *, is_running: bool) -> Decode:
-        return Decode(
-            rid=request.rid,
-            context_tokens=request.seq_tokens,
-            uncached_tokens=request.uncached_tokens,
-            waiting_since_s=request.waiting_since_s,
-            laxity_s=self.pool.laxity_s(request, self.now_s),
-            is_running=is_running,
-            sequence=request.sequence,
-        )
 
 
 def _holder(request: SimRequest, *, is_parked: bool) -> Holder:

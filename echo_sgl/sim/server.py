@@ -79,7 +79,7 @@ class SimServer:
         """Requests that came and are not done."""
         scheduler = self.scheduler
         waiting = len(scheduler.waiting) + len(scheduler.pool)
-        running = scheduler.num_running - len(scheduler.done) + len(scheduler.parked)
+        running = scheduler.num_present - len(scheduler.done)
         starting = self._plan.prefills if self._plan is not None else []
         between = scheduler.chunked
         prefilling = len(starting) + (
@@ -230,6 +230,7 @@ class SimServer:
     def _form(self, now_s: float) -> StepPlan | None:
         """Decide what the next step runs."""
         scheduler = self.scheduler
+        scheduler.take_back_left_out()
         if scheduler.parked and not scheduler.num_running:
             scheduler.resume_all()
         scheduler.begin(now_s)
@@ -256,9 +257,11 @@ class SimServer:
         scheduler = self.scheduler
         if not self.config.enable_mixed_chunk:
             return scheduler.defers_prefill()
-        chunked = scheduler.chunked
-        if chunked is None or not chunked.is_offline or scheduler.waiting:
+        chunked, num_pooled = scheduler.chunked, len(scheduler.pool)
+        if scheduler.waiting or (chunked is not None and not chunked.is_offline):
             return False
+        if chunked is None:
+            return num_pooled > 0 and scheduler.keeps_pool_waiting(num_pooled)
         return scheduler.planner.keeps_chunk_waiting(
             scheduler.decode_shape(),
             chunked.computed_tokens,
@@ -341,6 +344,7 @@ class SimServer:
             scheduler.kv.release(request)
             scheduler.planner.gathering.note_end()
             if request.is_offline:
+                scheduler.planner.gating.note_answer(request.num_outputs)
                 scheduler.pool.end(request)
         scheduler.done = []
         scheduler.is_full = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -25,7 +26,10 @@ def write_config(tmp_path_factory):
                 sections["offline"][key] = value
         lines = []
         for name, values in sections.items():
-            lines += [f"[{name}]", *(f"{key} = {value!r}" for key, value in values.items())]
+            lines += [
+                f"[{name}]",
+                *(f"{key} = {json.dumps(value)}" for key, value in values.items()),
+            ]
         path = folder / f"{'-'.join(lines).replace(' ', '').replace(os.sep, '')}.toml"
         path.write_text("\n".join([*lines, ""]))
         return path

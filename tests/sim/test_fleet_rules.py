@@ -10,7 +10,6 @@ from echo_sgl.sim.fleet.rules import (
     decode_cap,
     decode_row,
     eviction_choice,
-    gate_opens,
     length_preference,
     saturated_batch_size,
 )
@@ -112,34 +111,6 @@ def test_evicting_frees_enough_or_evicts_nobody(
     else:
         assert sum(freed[rid] for rid in chosen) >= needed
         assert not chosen or sum(freed[rid] for rid in chosen[:-1]) < needed
-
-
-def opens(num: int, tokens: int, *, lost_share: float, outputs: float = 100.0) -> bool:
-    return gate_opens(
-        DEVICE,
-        num,
-        tokens,
-        prompt_tokens=400,
-        expected_outputs=outputs,
-        lost_share=lost_share,
-    )
-
-
-def test_an_instance_without_decodes_prefills() -> None:
-    assert opens(0, 0, lost_share=1.0)
-
-
-def test_a_small_batch_is_worth_a_prefill_and_a_large_one_is_not_when_work_gets_lost() -> None:
-    """OOCO 3.4.2: the gain of a larger batch against computing the prompt again."""
-    assert opens(2, 800, lost_share=0.9)
-    assert not opens(4 * SATURATED, 4 * SATURATED * 400, lost_share=0.9)
-
-
-def test_more_lost_work_closes_the_gate() -> None:
-    states = [opens(8, 3200, lost_share=share, outputs=10.0) for share in (0.0, 0.2, 1.0)]
-    assert states[0] is True
-    assert states[-1] is False
-    assert states == sorted(states, reverse=True)
 
 
 def test_the_cap_is_the_most_decodes_within_the_limit() -> None:

@@ -31,7 +31,10 @@ def cases(draw: st.DrawFn) -> tuple[ServerConfig, Trace, Trace]:
         "steps": {
             "limit": draw(st.sampled_from(["slack", "relative", "budget", "off"])),
             "park": draw(st.booleans()),
-            "decode_selection": draw(st.sampled_from(["shortest", "in-order", "mix"])),
+            "decode_selection": draw(st.sampled_from(["shortest", "in-order", "mix", "uncached"])),
+            "batch_size": draw(st.sampled_from(["fixed", "adaptive"])),
+            "replace": draw(st.booleans()),
+            "gate": draw(st.booleans()),
         },
         **SLO,
     }
@@ -95,7 +98,8 @@ class CheckedServer(SimServer):
     def holders(self) -> list[SimRequest]:
         scheduler = self.scheduler
         chunked = [scheduler.chunked] if scheduler.chunked is not None else []
-        return [*scheduler.online, *scheduler.offline, *scheduler.parked.values(), *chunked]
+        sitting_out = *scheduler.parked.values(), *scheduler.without_turn
+        return [*scheduler.online, *scheduler.offline, *sitting_out, *chunked]
 
 
 @settings(max_examples=60)

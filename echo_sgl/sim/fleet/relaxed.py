@@ -6,11 +6,12 @@ from collections import deque
 from dataclasses import replace
 
 from echo_sgl.batch_shape import BatchRow
+from echo_sgl.policies.gating import gate_opens
 from echo_sgl.sim.fleet.config import FleetConfig
 from echo_sgl.sim.fleet.instance import Instance, RunningStep
 from echo_sgl.sim.fleet.moves import Moves
 from echo_sgl.sim.fleet.results import FleetResults
-from echo_sgl.sim.fleet.rules import gate_opens, prefill_row
+from echo_sgl.sim.fleet.rules import decode_row, prefill_row
 from echo_sgl.sim.workload import SimRequest
 
 
@@ -89,9 +90,8 @@ class RelaxedSteps:
         new = [one.seq_tokens for one in taken]
         return gate_opens(
             self._config.device,
-            len(place.offline) + len(new),
-            place.offline.seq_tokens + sum(new),
-            prompt_tokens=request.seq_tokens,
+            decode_row(len(place.offline) + len(new), place.offline.seq_tokens + sum(new)),
+            prefill_row([request.seq_tokens]),
             expected_outputs=self._moves.mean_outputs,
             lost_share=self._moves.lost_share,
         )

@@ -1,6 +1,6 @@
 """OOCO's decisions that a fleet takes beside its mix of decodes: pure functions of a batch.
 
-Source: OOCO 3.4. The paper leaves its gating's cost model open: `gate_opens` is ours.
+Source: OOCO 3.4.
 """
 
 from __future__ import annotations
@@ -88,29 +88,6 @@ def eviction_choice(
         chosen.append(rid)
         needed_tokens -= length
     return chosen if needed_tokens <= 0 else None
-
-
-def gate_opens(
-    predictor: StepPredictor,
-    num_decodes: int,
-    decode_tokens: int,
-    *,
-    prompt_tokens: int,
-    expected_outputs: float,
-    lost_share: float,
-) -> bool:
-    """Whether a relaxed instance should prefill a new offline request rather than decode.
-
-    It should when the time that a larger batch saves, over the tokens that the request is
-    expected to make, is more than computing its prompt again times the share of prefills that
-    were lost so far. Source: OOCO 3.4.2; the formula is ours.
-    """
-    if not num_decodes:
-        return True
-    before_s = predictor.predict_s(decode_row(num_decodes, decode_tokens))
-    after_s = predictor.predict_s(decode_row(num_decodes + 1, decode_tokens + prompt_tokens))
-    saved_s = expected_outputs * ((num_decodes + 1) * before_s / num_decodes - after_s)
-    return saved_s > lost_share * predictor.predict_s(prefill_row([prompt_tokens]))
 
 
 def decode_cap(predictor: StepPredictor, typical_tokens: int, limit_s: float) -> int:

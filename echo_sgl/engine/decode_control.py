@@ -1,0 +1,167 @@
+"""Who of the offline requests decodes in a step of SGLang's, and who sits out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from echo_sgl.engine.deadlines import DeadlineWatch
+from echo_sgl.engine.parking import ParkedDecodes, has_penalties
+from echo_sgl.engine.places import placed
+from echo_sgl.engine.retraction import uncached_tokens
+from echo_sgl.engine.running import Running, offline_of
+from echo_sgl.engine.terms import RequestTerms, terms_of
+from echo_sgl.policies.contexts import Contexts
+from echo_sgl.policies.decode_selection import Decode
+from echo_sgl.policies.replacement import OnlineDecode
+from echo_sgl.policies.step_planner import StepPlanner
+from echo_sgl.types import Task
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What happened to requests since the scheduler started; the counts only grow."""
+
+    num_parks: int = 0
+    num_resumes: int = 0
+    num_prefill_parks: int = 0
+    num_given_places: int = 0
+    num_given_turns: int = 0
+    num_retractions: dict[Task, int] = field(default_factory=lambda: dict.fromkeys(Task, 0))
+
+
+class DecodeControl:
+    """The part of a `StepControl` that asks who decodes; what it asks about is set by `begin`."""
+
+    planner: StepPlanner
+    parked: ParkedDecodes
+    without_turn: ParkedDecodes
+    counts: StepCounts
+    can_park: bool
+    _watch: DeadlineWatch
+    _running: Running
+    _now_s: float
+    _is_settled: bool
+
+    def select_decodes(self, batch: ScheduleBatch) -> None:
+        """Let as many offline requests decode in this step as fit; the others sit out."""
+        is_settled = self._is_settled
+        if not self._running.are(batch.reqs):
+            is_settled = self._stays(Contexts.of([req.seqlen for req in offline_of(batch.reqs)]))
+            self._is_settled = is_settled
+        if is_settled:
+            return
+        if not self.can_park:
+            return
+        running = offline_of(batch.reqs)
+        stay = [req for req in running if has_penalties(req)]
+        running = [req for req in running if not has_penalties(req)]
+        candidates = self._candidates(running)
+        chosen = self.planner.choose_decodes(
+            lambda: candidates, beside=[req.seqlen for req in stay]
+        )
+        leaving = self._replaced(batch.reqs, candidates, chosen)
+        # First in, then out: an emptied batch cannot take anybody in.
+        self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
+        self._park(batch, [req for req in running if req.rid not in chosen])
+        self._leave_out(batch, leaving)
+
+    def take_all_parked(self) -> ScheduleBatch | None:
+        """End all parking; those that sat out, as a batch of their own."""
+        self._note_resumed(req.rid for req in self.parked)
+        return self.parked.take_all()
+
+    def _stays(self, running: Contexts) -> bool:
+        """Whether all that run decode and all that sit out stay there: so it is in most steps."""
+        if not self.parked:
+            return self.planner.all_decode(running)
+        if self.planner.replaces:
+            return False  # there may be a turn for them
+        return self._watch.urgent_deadline_s is None and self.planner.is_settled(
+            running,
+            shortest_parked=min(req.seqlen for req in self.parked),
+            parked_since_s=min(
+                (since_s for req in self.parked if (since_s := terms_of(req).waiting_since_s)),
+                default=self._now_s,
+            ),
+        )
+
+    def _replaced(
+        self, reqs: Sequence[Req], candidates: Sequence[Decode], chosen: set[str]
+    ) -> frozenset[str]:
+        """The online requests whose turn others take, which are `chosen` from now on."""
+        if not self.planner.replaces:
+            return frozenset()
+        contexts = {req.rid: req.seqlen for req in reqs}
+        online = [
+            OnlineDecode(one.rid, one.due_s, contexts[one.rid])
+            for one in placed(req for req in reqs if not has_penalties(req))
+        ]
+        asked = {one.rid for one in online} | {one.rid for one in candidates}
+        replacement = self.planner.replace_decodes(
+            candidates,
+            chosen,
+            online,
+            beside=[tokens for rid, tokens in contexts.items() if rid not in asked],
+        )
+        chosen |= replacement.joining
+        return replacement.leaving
+
+    def _leave_out(self, batch: ScheduleBatch, rids: frozenset[str]) -> None:
+        """Keep these online requests out of this step; `take_left_out` ends that."""
+        if not rids:
+            return
+        indices = [index for index, req in enumerate(batch.reqs) if req.rid in rids]
+        self.without_turn.park(batch, indices)
+        self.counts.num_given_turns += len(indices)
+        self._running.advance(batch.reqs, self._now_s)
+
+    def take_left_out(self) -> ScheduleBatch | None:
+        """Those that gave the last step away, as a batch of their own."""
+        return self.without_turn.take_all()
+
+    def take_back_left_out(self, batch: ScheduleBatch) -> None:
+        """They decode in this step after all."""
+        if (left_out := self.take_left_out()) is not None:
+            batch.merge_batch(left_out)
+            self._running.advance(batch.reqs, self._now_s)
+
+    def _candidates(self, running: Sequence[Req]) -> list[Decode]:
+        parked = [self._decode(req, is_running=False) for req in self.parked]
+        return [*(self._decode(req, is_running=True) for req in running), *parked]
+
+    def _decode(self, req: Req, *, is_running: bool) -> Decode:
+        terms = terms_of(req)
+        return Decode(
+            rid=req.rid,
+            context_tokens=req.seqlen,
+            uncached_tokens=uncached_tokens(req),
+            waiting_since_s=terms.waiting_since_s,
+            laxity_s=self._watch.laxity_s(req, self._now_s),
+            is_running=is_running,
+            sequence=req.echo_sequence,
+        )
+
+    def _park(self, batch: ScheduleBatch, leaving: Sequence[Req]) -> None:
+        if not leaving:
+            return
+        rids = {req.rid for req in leaving}
+        self.parked.park(batch, [i for i, req in enumerate(batch.reqs) if req.rid in rids])
+        self.counts.num_parks += len(leaving)
+        for req in leaving:
+            terms: RequestTerms = terms_of(req)
+            terms.waiting_since_s = self._now_s
+
+    def _resume(self, batch: ScheduleBatch, rids: set[str]) -> None:
+        if rids:
+            self._note_resumed(rids)
+            self.parked.resume(batch, rids)
+
+    def _note_resumed(self, rids: Iterable[str]) -> None:
+        chosen = set(rids)
+        self.counts.num_resumes += len(chosen)
+        for req in self.parked:
+            if req.rid in chosen:
+                terms_of(req).waiting_since_s = None

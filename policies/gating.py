@@ -1,0 +1,98 @@
+"""Whether a new offline request is prefilled, or those that decode go on without it."""
+
+from __future__ import annotations
+
+from echo_sgl.batch_shape import BatchRow, BatchShape
+from echo_sgl.estimators.batch_time import StepPredictor
+
+# Of what passes before the last one taught, and of answers.
+FADE = 0.98
+
+
+def gate_opens(
+    predictor: StepPredictor,
+    decodes: BatchRow,
+    prefill: BatchRow,
+    *,
+    expected_outputs: float,
+    lost_share: float,
+) -> bool:
+    """Whether the request of this `prefill` should start beside these `decodes`.
+
+    It should when the time that a larger batch saves, over the tokens that the request is
+    expected to make, is more than computing its prompt again times the share of prefills that
+    are lost to online requests. Source: OOCO 3.4.2, which leaves its cost model open: the formula
+    is ours. Units: tokens.
+    """
+    num, context_tokens = decodes.num_decodes, prefill.prefill_tokens + prefill.cached_tokens
+    if not num:
+        return True
+    longest_tokens = max(decodes.max_decode_tokens, context_tokens)
+    joined = BatchRow(0, 0, 0, 0, num + 1, decodes.decode_tokens + context_tokens, longest_tokens)
+    alone_s = predictor.predict_s(decodes)
+    saved_s = expected_outputs * ((num + 1) * alone_s / num - predictor.predict_s(joined))
+    return saved_s > lost_share * predictor.predict_s(prefill)
+
+
+class Gating:
+    """Asks `gate_opens` with what offline requests were like lately.
+
+    Open before anybody has started and answered, and always with `is_on` false.
+    Units: requests, tokens. Deterministic: every rank sees the same.
+    """
+
+    def __init__(self, is_on: bool = True) -> None:
+        self.is_on = is_on
+        # Starts, and of their prefills: new tokens, cached tokens, area; and how many were lost.
+        self._started: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+        self._num_lost = 0.0
+        self.mean_outputs: float | None = None
+
+    def note_started(self, prefills: BatchShape) -> None:
+        """A pass started offline requests: their prefills, to the last chunk."""
+        if not prefills.num_prefills:
+            return
+        fade = FADE**prefills.num_prefills
+        sums = (
+            prefills.num_prefills,
+            prefills.prefill_tokens,
+            prefills.cached_tokens,
+            prefills.prefill_area,
+        )
+        before = zip(self._started, sums, strict=True)
+        self._started = tuple(fade * old + new for old, new in before)
+        self._num_lost *= fade
+
+    def note_lost(self) -> None:
+        """An offline request gave up its memory and starts again later."""
+        self._num_lost += 1.0
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An offline request ended with so many tokens."""
+        mean = num_tokens if self.mean_outputs is None else self.mean_outputs
+        self.mean_outputs = mean + (1.0 - FADE) * (num_tokens - mean)
+
+    def is_closed(self, predictor: StepPredictor, decodes: BatchRow) -> bool:
+        """Whether those that could start wait while these decode."""
+        num_started = self._started[0]
+        if not (self.is_on and num_started and self.mean_outputs is not None):
+            return False
+        _, tokens, cached_tokens, area = (int(part / num_started) for part in self._started)
+        return not gate_opens(
+            predictor,
+            decodes,
+            BatchRow(1, tokens, cached_tokens, area, 0, 0, 0),
+            expected_outputs=self.mean_outputs,
+            lost_share=self.lost_share,
+        )
+
+    @property
+    def lost_share(self) -> float:
+        """Of the offline prefills, those whose memory was taken before the answer was complete."""
+        num_started = self._started[0]
+        return min(1.0, self._num_lost / num_started) if num_started else 0.0
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What decides, for people who ask why a request waits."""
+        return {"lost_share": self.lost_share, "expected_tokens": self.mean_outputs or 0.0}
