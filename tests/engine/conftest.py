@@ -38,5 +38,7 @@ def write_config(tmp_path_factory):
 
 
 @pytest.fixture
-def tight_server(server_for, write_config):
-    return server_for((*COMMON_ARGS, *NAMED), config=str(write_config(**TIGHT)), env=STRICT)
+def tight_server(server_for, write_config, request):
+    """With the arguments that a test is parametrized with, if it is."""
+    args = (*COMMON_ARGS, *NAMED, *getattr(request, "param", ()))
+    return server_for(args, config=str(write_config(**TIGHT)), env=STRICT)

@@ -34,7 +34,7 @@ def test_an_offline_request_that_is_to_end_is_not_held_back(to_finish, path):
     one._add_online_making_room = lambda *args: "online"
     one._makes_place = lambda req: True
     one.running_batch = SimpleNamespace(reqs=[])
-    one.control = SimpleNamespace(parked=[], refuse=lambda *args, **facts: None)
+    one.control = SimpleNamespace(parked=[], without_turn=[], refuse=lambda *args, **facts: None)
     terms = SimpleNamespace(is_offline=True)
     req = SimpleNamespace(rid="a", echo_terms=terms, to_finish=to_finish)
     assert one.add_one_req(req, False, None) == path

@@ -12,6 +12,7 @@ import pytest
 from eval.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.cli.test_trace_events import check_format
+from tests.engine.tight import num_running
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -194,6 +195,83 @@ def test_a_budget_set_while_it_runs_holds_offline_work_back(server):
         await online
 
     asyncio.run(run())
+
+
+def test_who_sits_out_is_told_that_its_decode_does_not_fit(server):
+    learn(server)
+
+    async def run() -> None:
+        offline = asyncio.create_task(
+            send_all(server, [completion("off", 1500, rid="offline", **FLEX)])
+        )
+        online = asyncio.create_task(send_all(server, [completion("on", 1500, rid="online")]))
+        for rid in ("offline", "online"):
+            await until(
+                lambda rid=rid: explained(server, rid).get("state") == "decoding", "both decode"
+            )
+        await asyncio.to_thread(set_budget, server, TINY_BUDGET_S)
+        await until(lambda: explained(server, "offline").get("state") == "parked", "it sits out")
+        facts = await asyncio.to_thread(explained, server, "offline")
+        held = facts["held_back"]
+        assert (facts["class"], held["reason"]) == ("offline", "limit")
+        assert held["with_decode_s"] > held["limit_s"] == TINY_BUDGET_S
+        assert held["parked_for_s"] >= 0.0
+        assert facts["generated_tokens"] > 0
+        await asyncio.to_thread(set_budget, server, 5.0)
+        await until(lambda: explained(server, "offline").get("state") == "decoding", "it is back")
+        assert await asyncio.to_thread(reason, server, "offline") is None
+        await asyncio.to_thread(abort, server)
+        await asyncio.gather(offline, online)
+
+    asyncio.run(run())
+
+
+def test_who_finds_no_place_is_told_how_many_run(server):
+    """More short ones than the server runs at once: memory is left, places are not."""
+    crowd = [completion(f"crowd {number}", 400) for number in range(16)]
+
+    async def run() -> None:
+        first = asyncio.create_task(send_all(server, crowd))
+        await until(lambda: num_running(server) == 16, "all places are taken")
+        bodies = [completion("late", 4, rid="late", **FLEX), completion("new", 4, rid="new")]
+        late = [asyncio.create_task(send_all(server, [body])) for body in bodies]
+        for rid in ("late", "new"):
+            await until(lambda rid=rid: reason(server, rid) in ("slot", "order"), "it waits")
+        held = (await asyncio.to_thread(explained, server, "new"))["held_back"]
+        assert (held["reason"], held["num_running"]) == ("slot", 16)
+        held = (await asyncio.to_thread(explained, server, "late"))["held_back"]
+        assert (held["reason"], held["first"]["reason"]) == ("order", "slot")
+        await asyncio.to_thread(abort, server)
+        await asyncio.gather(first, *late)
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_a_neighbours_prefix_says_so(server):
+    """The first computes 1,500 tokens in chunks, which are the second's as well."""
+
+    async def attempt(number: int) -> set[str | None]:
+        [text] = documents(1, 700, seed=40 + number)
+        bodies = [
+            completion(f"{text} {end}", 4, rid=f"near-{end}", **FLEX) for end in ("one", "two")
+        ]
+        calls = asyncio.create_task(send_all(server, bodies))
+        seen = set()
+        while not calls.done():
+            held = [
+                (await asyncio.to_thread(explained, server, body["rid"])).get("held_back") or {}
+                for body in bodies
+            ]
+            seen |= {(one.get("first") or one).get("reason") for one in held}
+        assert {answer.status_code for answer in await calls} == {200}
+        return seen
+
+    seen: set[str | None] = set()
+    for number in range(20):  # a prefix may be computed before anybody has asked
+        seen |= asyncio.run(attempt(number))
+        if "prefix" in seen:
+            break
+    assert "prefix" in seen
 
 
 @pytest.mark.parametrize("budget_s", [0, -1, "fast", None, 1e9])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from eval.server import LOCAL, Server
-from tests.engine.tight import learn, online_bodies
+from tests.engine.tight import learn, num_running, online_bodies
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -53,6 +53,15 @@ async def _pooled(server: Server) -> list[asyncio.Task]:
     return [crowd]
 
 
+async def _queued(server: Server) -> list[asyncio.Task]:
+    """Online requests have all slots, and none of them ends soon."""
+    crowd = asyncio.create_task(
+        send_all(server, [completion(f"crowd {number}", 600) for number in range(16)])
+    )
+    await until(lambda: crowd.done() or num_running(server) == 16, "the slots are taken")
+    return [crowd]
+
+
 async def _parked(server: Server) -> list[asyncio.Task]:
     """Online requests decode, which leave no time for an offline one."""
     online = [{**body, "max_tokens": 600} for body in online_bodies()]
@@ -63,24 +72,31 @@ async def _alone(server: Server) -> list[asyncio.Task]:
     return []
 
 
-# Stage, what runs beside the victim, the victim's prompt.
-STAGES: list[tuple[str, Callable[[Server], Awaitable[list[asyncio.Task]]], str]] = [
-    ("pooled", _pooled, "victim"),
-    ("prefilling", _alone, documents(1, 1500, seed=51)[0]),
-    ("decoding", _alone, "victim"),
-    ("parked", _parked, "victim"),
+KINDS_OF_STEPS = [(), pytest.param(("--enable-mixed-chunk",), marks=pytest.mark.slow)]
+LONG = documents(1, 1500, seed=51)[0]
+# Stage, what runs beside the victim, the victim's prompt and class.
+STAGES: list[tuple[str, Callable[[Server], Awaitable[list[asyncio.Task]]], str, dict]] = [
+    ("pooled", _pooled, "victim", FLEX),
+    ("prefilling", _alone, LONG, FLEX),
+    ("decoding", _alone, "victim", FLEX),
+    ("parked", _parked, "victim", FLEX),
+    ("waiting", _queued, "victim", {}),
+    ("prefilling", _alone, LONG, {}),
+    ("decoding", _parked, "victim", {}),
 ]
+STAGE_IDS = [f"{'offline' if tier else 'online'}-{stage}" for stage, _, _, tier in STAGES]
 
 
+@pytest.mark.parametrize("tight_server", KINDS_OF_STEPS, indirect=True, ids=["", "mixed"])
 @pytest.mark.parametrize("leaves", ["abort", "disconnect"])
-@pytest.mark.parametrize(("stage", "company", "prompt"), STAGES, ids=[one[0] for one in STAGES])
+@pytest.mark.parametrize(("stage", "company", "prompt", "tier"), STAGES, ids=STAGE_IDS)
 def test_a_request_that_ends_at_any_stage_leaves_nothing(
-    tight_server, stage, company, prompt, leaves
+    tight_server, stage, company, prompt, tier, leaves
 ):
     learn(tight_server)
-    body = completion(prompt, 2000, rid=VICTIM, **FLEX)
+    body = completion(prompt, 2000, rid=VICTIM, **tier)
     first_is_victim = stage == "parked"
-    behind = {"decoding"} if stage in ("pooled", "prefilling") else set()
+    behind = {"decoding"} if stage in ("pooled", "prefilling", "waiting") else set()
 
     async def attempt() -> bool:
         """Whether the victim was caught at that stage and made to leave there."""
