@@ -17,6 +17,12 @@ from sortedcontainers import SortedDict
 from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
 from echo_sgl.types import PendingRequest
 
+# Windows are of minutes: what ended is taken in so often at most, and what runs, where all that do
+# have to be looked at, less often.
+ADVANCE_EVERY_S, LOOK_EVERY_S = 0.1, 1.0
+# Of one answer in the mean length of answers.
+MEAN_WEIGHT = 0.02
+
 
 def has_deadline(request: PendingRequest) -> bool:
     """Whether its job ends at a time; never, and what is no time, count as none."""

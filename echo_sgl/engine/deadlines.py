@@ -8,14 +8,18 @@ from typing import Any
 
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.deadlines import InWork, RateMeter, progress
+from echo_sgl.policies.deadlines import (
+    ADVANCE_EVERY_S,
+    LOOK_EVERY_S,
+    MEAN_WEIGHT,
+    InWork,
+    RateMeter,
+    progress,
+)
 
 # A window is told apart in this many parts: lines of one job come with slightly different
 # deadlines, and what is decided at each step costs as much as there are deadlines.
 WINDOW_PARTS = 128
-MEAN_WEIGHT = 0.02
-# What the model ran left nothing of this in the CPU's caches, and windows are of minutes.
-ADVANCE_EVERY_S = 0.1
 
 
 class DeadlineWatch:
@@ -24,7 +28,7 @@ class DeadlineWatch:
     def __init__(self, order: DeadlineOrder) -> None:
         self._order, self._rate = order, RateMeter()
         self._tokens_done = 0
-        self._advanced_s = -math.inf
+        self._advanced_s = self._looked_s = -math.inf
         self._mean_output_tokens: float | None = None
         self.urgent_deadline_s: float | None = None
 
@@ -63,8 +67,8 @@ class DeadlineWatch:
     ) -> None:
         """Take in what was done, decide which job goes ahead.
 
-        At most every `ADVANCE_EVERY_S`. `has_work`: whether offline requests wait or run;
-        `running`: those of either class that hold KV.
+        At most every `ADVANCE_EVERY_S`, and what runs every `LOOK_EVERY_S`. `has_work`: whether
+        offline requests wait or run; `running`: those of either class that hold KV.
         """
         if now_s - self._advanced_s < ADVANCE_EVERY_S:
             return
@@ -72,20 +76,33 @@ class DeadlineWatch:
         if not has_work():
             self._rate.pause()
             self._order.book.set_running({})
+            self._looked_s = -math.inf
             return
-        offline = [req for req in running() if terms_of(req).is_offline]
-        num_done, left = progress(map(self._in_work, offline))
-        for req in offline:
-            req.echo_counted_tokens = max(_done_tokens(req), _counted(req))
-        self._order.book.set_running(left)
-        self._rate.observe(now_s, self._tokens_done + num_done)
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._look(req for req in running() if terms_of(req).is_offline)
+        self._rate.observe(now_s, self._tokens_done)
         self._tokens_done = 0
         self.urgent_deadline_s = self._order.escalate(now_s, self.rate_tokens_per_s)
 
-    def _in_work(self, req: Any) -> InWork:
+    def _look(self, running: Iterable[Any]) -> None:
+        """Count what was done of offline requests that run, and what is left of them."""
+        seen = []
+        for req in running:
+            num_tokens, counted = _done_tokens(req), _counted(req)
+            req.echo_counted_tokens = max(num_tokens, counted)
+            seen.append(InWork(num_tokens, counted, *self._end_of(req)))
+        num_done, left = progress(seen)
+        self._tokens_done += num_done
+        self._order.book.set_running(left)
+
+    def _end_of(self, req: Any) -> tuple[int, float]:
+        """How many tokens a request should have in the end, and by when; 0 where it may be ever."""
+        if math.isinf(terms_of(req).deadline_s):
+            return 0, math.inf
         deadline_s, expected = self.terms(req)
-        expected -= len(req.output_ids)
-        return InWork(_done_tokens(req), _counted(req), expected, deadline_s or math.inf)
+        assert deadline_s is not None
+        return expected - len(req.output_ids), deadline_s
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""

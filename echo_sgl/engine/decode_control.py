@@ -55,9 +55,10 @@ class DecodeControl:
             return
         if not self.can_park:
             return
-        running = offline_of(batch.reqs)
-        stay = [req for req in running if has_penalties(req)]
-        running = [req for req in running if not has_penalties(req)]
+        running, stay = offline_of(batch.reqs), []
+        if batch.sampling_info.penalizer_orchestrator.is_required:  # by any of them
+            stay = [req for req in running if has_penalties(req)]
+            running = [req for req in running if not has_penalties(req)]
         candidates = self._candidates(running)
         chosen = self.planner.choose_decodes(
             lambda: candidates, beside=[req.seqlen for req in stay]

@@ -8,15 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 
 from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.deadlines import InWork, RateMeter, progress
+from echo_sgl.policies.deadlines import LOOK_EVERY_S, MEAN_WEIGHT, InWork, RateMeter, progress
 from echo_sgl.policies.offline_order import PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.sim.workload import SimRequest
 from echo_sgl.types import PendingRequest
-
-MEAN_WEIGHT = 0.02
-# As the server looks at what runs.
-ADVANCE_EVERY_S = 0.1
 
 
 class SimOfflinePool:
@@ -85,7 +81,7 @@ class SimOfflinePool:
 
     def advance(self, now_s: float, running: Callable[[], Iterable[SimRequest]]) -> None:
         """Measure the rate, let a late job go ahead. `running`: offline requests that hold KV."""
-        if now_s - self._looked_s >= ADVANCE_EVERY_S:
+        if now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
             requests = list(running())
             num_done, left = progress(map(self._in_work, requests))
