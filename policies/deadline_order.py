@@ -74,8 +74,8 @@ class DeadlineOrder(OfflineOrder):
         self._other.add(request, resumed=resumed)
         if resumed:
             self._resumed[request.sequence] = request
-        elif has_deadline(request):
-            self.book.add(request)
+        if has_deadline(request):
+            (self.book.note_resumed if resumed else self.book.add)(request)
 
     def remove(self, request: PendingRequest) -> None:
         self._other.remove(request)
@@ -125,5 +125,5 @@ class DeadlineOrder(OfflineOrder):
 
     def _forget(self, request: PendingRequest) -> None:
         was_resumed = self._resumed.pop(request.sequence, None) is not None
-        if not was_resumed and has_deadline(request):
-            self.book.remove(request)
+        if has_deadline(request):
+            (self.book.forget_resumed if was_resumed else self.book.remove)(request)

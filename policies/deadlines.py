@@ -40,7 +40,7 @@ class _Group:
 
 class DeadlineBook:
     """Pending requests that have a deadline, one group for each deadline, in prefix order; and
-    how much those that run have left.
+    how much those have left that run, or ran and wait to go on, which they do before all others.
 
     A deadline is that of a job, so there are few: adding and removing cost O(log n) in the
     requests, and what looks at the deadlines costs O(deadlines).
@@ -51,13 +51,15 @@ class DeadlineBook:
     def __init__(self) -> None:
         self._groups: SortedDict[float, _Group] = SortedDict()
         self._running: dict[float, int] = {}
+        # By deadline and sequence.
+        self._resumed: dict[float, dict[int, int]] = {}
 
     def __len__(self) -> int:
         return sum(len(group.sequences) for group in self._groups.values())
 
     @property
     def is_empty(self) -> bool:
-        return not (self._groups or self._running)
+        return not (self._groups or self._running or self._resumed)
 
     def set_running(self, work_tokens: Mapping[float, int]) -> None:
         """Take in what requests that run have left to do, by their deadlines."""
@@ -89,6 +91,20 @@ class DeadlineBook:
         if not group.sequences:
             del self._groups[request.deadline_s]
 
+    def note_resumed(self, request: PendingRequest) -> None:
+        """One that had started waits again. Errors: `ValueError` when its deadline is none."""
+        if (deadline_s := request.deadline_s) is None or not has_deadline(request):
+            raise ValueError(f"deadline_s of {request.rid!r} is {deadline_s}; it must be a time")
+        self._resumed.setdefault(deadline_s, {})[request.sequence] = request.work_tokens
+
+    def forget_resumed(self, request: PendingRequest) -> None:
+        """It goes on, or has ended. Errors: `KeyError` if it was not noted."""
+        assert request.deadline_s is not None
+        resumed = self._resumed[request.deadline_s]
+        del resumed[request.sequence]
+        if not resumed:
+            del self._resumed[request.deadline_s]
+
     def overdue(self, now_s: float) -> list[float]:
         """The deadlines that have passed, the earliest first."""
         return list(self._groups.irange(None, now_s))
@@ -117,13 +133,13 @@ class DeadlineBook:
     def _due(self, now_s: float, until_s: float = math.inf) -> Iterator[tuple[float, int]]:
         """Deadlines to come, the earliest first, with the work that waits or runs."""
         pending = self._groups.irange(now_s, until_s, inclusive=(False, True))
-        running = (
-            one for one in self._running if now_s < one <= until_s and one not in self._groups
-        )
-        for deadline_s in sorted(chain(pending, running)):
+        started = self._running.keys() | self._resumed.keys()
+        others = (one for one in started if now_s < one <= until_s and one not in self._groups)
+        for deadline_s in sorted(chain(pending, others)):
             group = self._groups.get(deadline_s)
-            waiting_tokens = group.work_tokens if group is not None else 0
-            yield float(deadline_s), waiting_tokens + self._running.get(deadline_s, 0)
+            work_tokens = group.work_tokens if group is not None else 0
+            work_tokens += sum(self._resumed.get(deadline_s, {}).values())
+            yield float(deadline_s), work_tokens + self._running.get(deadline_s, 0)
 
     def laxity_s(
         self, deadline_s: float | None, now_s: float, rate_tokens_per_s: float | None

@@ -38,21 +38,23 @@ class DeadlineWatch:
         return self._rate.tokens_per_s
 
     def terms(self, req: Any) -> tuple[float | None, int]:
-        """Deadline (seconds on the step clock, or None) and estimated tokens of a request.
-
-        Its answer is taken to be as long as answers were on average, and never longer than
-        it may be: nobody knows its true length.
+        """Deadline (seconds on the step clock, or None) and estimated tokens of a request that
+        waits; those that the rate knows already are not counted.
         """
-        most = req.sampling_params.max_new_tokens
-        output_tokens = most
-        if self._mean_output_tokens is not None:
-            output_tokens = min(most, math.ceil(self._mean_output_tokens))
+        work_tokens = max(1, self._expected_tokens(req) - _counted(req))
         terms = terms_of(req)
         if math.isinf(terms.deadline_s):
-            return None, req.seqlen + output_tokens
-        window_s = terms.deadline_s - terms.arrival_s
-        grid_s = 2.0 ** max(0, math.floor(math.log2(max(1.0, window_s / WINDOW_PARTS))))
-        return math.floor(terms.deadline_s / grid_s) * grid_s, req.seqlen + output_tokens
+            return None, work_tokens
+        return _rounded_deadline_s(terms.deadline_s, terms.arrival_s), work_tokens
+
+    def _expected_tokens(self, req: Any) -> int:
+        """Of the prompt and the answer, which is taken to be as long as answers were on average,
+        and never longer than it may be: nobody knows its true length.
+        """
+        output_tokens = req.sampling_params.max_new_tokens
+        if self._mean_output_tokens is not None:
+            output_tokens = min(output_tokens, math.ceil(self._mean_output_tokens))
+        return len(req.origin_input_ids) + int(output_tokens)
 
     def note_end(self, req: Any) -> None:
         """An offline request is done."""
@@ -100,9 +102,9 @@ class DeadlineWatch:
         """How many tokens a request should have in the end, and by when; 0 where it may be ever."""
         if math.isinf(terms_of(req).deadline_s):
             return 0, math.inf
-        deadline_s, expected = self.terms(req)
-        assert deadline_s is not None
-        return expected - len(req.output_ids), deadline_s
+        terms = terms_of(req)
+        deadline_s = _rounded_deadline_s(terms.deadline_s, terms.arrival_s)
+        return self._expected_tokens(req), deadline_s
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""
@@ -111,6 +113,13 @@ class DeadlineWatch:
         deadline_s, _ = self.terms(req)
         assert deadline_s is not None
         return self._order.book.laxity_s(deadline_s, now_s, self.rate_tokens_per_s)
+
+
+def _rounded_deadline_s(deadline_s: float, arrival_s: float) -> float:
+    """Never later, and earlier by less than a `WINDOW_PARTS`-th of the window or a second."""
+    window_s = deadline_s - arrival_s
+    grid_s = 2.0 ** max(0, math.floor(math.log2(max(1.0, window_s / WINDOW_PARTS))))
+    return math.floor(deadline_s / grid_s) * grid_s
 
 
 def _counted(req: Any) -> int:

@@ -55,7 +55,7 @@ class SimOfflinePool:
             prompt=request.blocks,
             sequence=request.sequence,
             deadline_s=request.deadline_s if math.isfinite(request.deadline_s) else None,
-            work_tokens=request.seq_tokens + self._expected_output(request),
+            work_tokens=max(1, self._expected_tokens(request) - request.counted_tokens),
         )
         self._order.add(pending, resumed=resumed)
         self._waiting[request.rid] = request, pending
@@ -98,7 +98,7 @@ class SimOfflinePool:
         self.is_late = self._order.escalate(now_s, self._rate.tokens_per_s) is not None
 
     def _in_work(self, request: SimRequest) -> InWork:
-        expected_tokens = request.prompt_tokens + self._expected_output(request)
+        expected_tokens = self._expected_tokens(request)
         return InWork(
             request.seq_tokens, request.counted_tokens, expected_tokens, request.deadline_s
         )
@@ -114,7 +114,8 @@ class SimOfflinePool:
             self._order.end(pending)
             self.on_change(request.blocks)
 
-    def _expected_output(self, request: SimRequest) -> int:
-        mean = self._mean_output_tokens
-        most = request.max_new_tokens
-        return most if mean is None else min(most, math.ceil(mean))
+    def _expected_tokens(self, request: SimRequest) -> int:
+        mean, output_tokens = self._mean_output_tokens, request.max_new_tokens
+        if mean is not None:
+            output_tokens = min(output_tokens, math.ceil(mean))
+        return request.prompt_tokens + output_tokens

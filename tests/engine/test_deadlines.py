@@ -154,6 +154,25 @@ def test_a_job_of_which_all_has_started_is_late_too(watch):
     assert watch.urgent_deadline_s is None
 
 
+def test_what_lost_its_memory_is_work_that_is_left(order, watch):
+    """Nobody else waits or runs: 40 of its 50 tokens are left when it goes back, at 1 a second."""
+    lost = request("lost", deadline_s=45.0, outputs=0)
+    for number in range(11):
+        lost.output_ids, lost.seqlen = array("q", range(number)), 100 + number
+        watch.advance(1000.0 + number, lambda: True, lambda: [lost])
+    assert watch.urgent_deadline_s == 1045.0  # 40 tokens, 35 seconds
+    pool = OfflinePool(order, capacity=9)
+    deadline_s, work_tokens = watch.terms(lost)
+    assert (deadline_s, work_tokens) == (1045.0, 40)
+    pool.add(lost, entry_s=0.0, resumed=True, deadline_s=deadline_s, work_tokens=work_tokens)
+    watch.advance(1011.0, lambda: True, list)
+    assert watch.urgent_deadline_s == 1045.0
+    assert watch.laxity_s(lost, 1011.0) < 0
+    pool.take(lost)
+    watch.advance(1012.0, lambda: True, list)
+    assert watch.urgent_deadline_s is None
+
+
 def test_of_a_prompt_between_chunks_only_what_is_prefilled_is_done(watch):
     long = request(deadline_s=500.0)
     for number in range(11):

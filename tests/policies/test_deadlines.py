@@ -73,6 +73,23 @@ def test_the_book_agrees_with_a_list_of_all_requests(requests, now_s, rate, safe
         assert {one.sequence for one in book.walk(deadline_s, None)} == own
 
 
+@given(any_requests(), any_requests(), clocks, rates, st.data())
+def test_what_waits_to_go_on_is_work_that_nobody_walks_to(waits, resumed, now_s, rate, data):
+    book = book_of(*waits)
+    for one in resumed:
+        book.note_resumed(one)
+    gone = data.draw(st.sets(st.sampled_from(range(len(resumed))))) if resumed else set()
+    for number in gone:
+        book.forget_resumed(resumed[number])
+    left = [*waits, *(one for one in resumed if one.sequence not in gone)]
+    for deadline_s in {one.deadline_s for one in left}:
+        assert book.work_until(deadline_s, now_s) == due_work(left, deadline_s, now_s)
+        own = {one.sequence for one in waits if one.deadline_s == deadline_s}
+        assert {one.sequence for one in book.walk(deadline_s, None)} == own
+    assert len(book) == len(waits)
+    assert book.is_empty == (not left)
+
+
 @given(any_requests(), clocks, rates)
 def test_a_deadline_is_urgent_exactly_when_its_laxity_is_below_zero(requests, now_s, rate):
     book = book_of(*requests)
