@@ -23,7 +23,9 @@ from echo_sgl.config import CONFIG_ENV
 
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
-LISTEN_PORTS = (20_000, 32_768)  # Linux takes those of outgoing connections from 32,768 on
+# SGLang takes ports of its own between 22,000 and 29,999, and Linux those of outgoing connections
+# from 32,768 on.
+LISTEN_PORTS = (10_000, 22_000)
 CPU_ARGS = ("--device", "cpu", "--dtype", "float32")
 # For servers on this machine. They speak plain HTTP, and what `httpx.get` does for each call, to
 # read the certificates, takes 40 ms of a core that the servers need.

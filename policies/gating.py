@@ -24,20 +24,26 @@ def gate_opens(
     are lost to online requests. Source: OOCO 3.4.2, which leaves its cost model open: the formula
     is ours. Units: tokens.
     """
-    num, context_tokens = decodes.num_decodes, prefill.prefill_tokens + prefill.cached_tokens
+    num = decodes.num_decodes
     if not num:
         return True
-    longest_tokens = max(decodes.max_decode_tokens, context_tokens)
-    joined = BatchRow(0, 0, 0, 0, num + 1, decodes.decode_tokens + context_tokens, longest_tokens)
+    joined = _joined(decodes, prefill.prefill_tokens + prefill.cached_tokens)
     alone_s = predictor.predict_s(decodes)
     saved_s = expected_outputs * ((num + 1) * alone_s / num - predictor.predict_s(joined))
     return saved_s > lost_share * predictor.predict_s(prefill)
 
 
+def _joined(decodes: BatchRow, context_tokens: int) -> BatchRow:
+    """These decodes with one more."""
+    tokens = decodes.decode_tokens + context_tokens
+    longest_tokens = max(decodes.max_decode_tokens, context_tokens)
+    return BatchRow(0, 0, 0, 0, decodes.num_decodes + 1, tokens, longest_tokens)
+
+
 class Gating:
     """Asks `gate_opens` with what offline requests were like lately.
 
-    Open before anybody has started and answered, and always with `is_on` false.
+    Open before anybody has started, answered and been lost, and always with `is_on` false.
     Units: requests, tokens. Deterministic: every rank sees the same.
     """
 
@@ -72,19 +78,21 @@ class Gating:
         mean = num_tokens if self.mean_outputs is None else self.mean_outputs
         self.mean_outputs = mean + (1.0 - FADE) * (num_tokens - mean)
 
-    def is_closed(self, predictor: StepPredictor, decodes: BatchRow) -> bool:
-        """Whether those that could start wait while these decode."""
-        num_started = self._started[0]
-        if not (self.is_on and num_started and self.mean_outputs is not None):
-            return False
+    def num_open(self, predictor: StepPredictor, decodes: BatchRow, most: int) -> int:
+        """How many of `most` that could start beside these decodes do so, one after the other."""
+        num_started, outputs = self._started[0], self.mean_outputs
+        if not (self.is_on and self._num_lost and num_started) or outputs is None:
+            return most
         _, tokens, cached_tokens, area = (int(part / num_started) for part in self._started)
-        return not gate_opens(
-            predictor,
-            decodes,
-            BatchRow(1, tokens, cached_tokens, area, 0, 0, 0),
-            expected_outputs=self.mean_outputs,
-            lost_share=self.lost_share,
-        )
+        prefill = BatchRow(1, tokens, cached_tokens, area, 0, 0, 0)
+        lost_share = self.lost_share
+        for num in range(most):
+            if not gate_opens(
+                predictor, decodes, prefill, expected_outputs=outputs, lost_share=lost_share
+            ):
+                return num
+            decodes = _joined(decodes, tokens + cached_tokens)
+        return most
 
     @property
     def lost_share(self) -> float:

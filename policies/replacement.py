@@ -50,29 +50,35 @@ def replace_decodes(
 ) -> Replacement:
     """Give offline decodes that do not fit the turn of the online ones due last.
 
-    One for one, while the step then takes at most `limit_s` and has at most `max_decodes`. `left`
-    are the offline decodes that found no room, `joined` the contexts of those that did, in tokens.
+    One for one, or more where that makes room for more, while the step then takes at most
+    `limit_s` and has at most `max_decodes`. `left` are the offline decodes that found no room,
+    `joined` the contexts of those that did, in tokens.
 
     The most urgent one always decodes, and nobody leaves who would be late for it: it must be due
     `SPARE_STEPS` such steps from now. The paper looks at the most urgent one only. One that is
     never due stays: nothing says for how long it could wait.
-    Source: BROS algorithm 1, lines 24-32; the guard is ours.
+    Source: BROS algorithm 1, lines 18-32; the guard is ours.
     """
     staying = sorted(
         (one for one in online if math.isfinite(one.due_s)), key=lambda one: (one.due_s, one.rid)
     )
     fixed = [one.context_tokens for one in online if math.isinf(one.due_s)]
-    contexts, leaving, joining = [*joined, *fixed], set(), set()
-    for decode in sorted(left, key=lambda one: (one.uncached_tokens, one.sequence)):
-        if len(staying) < 2 or staying[-1].due_s - now_s < SPARE_STEPS * limit_s:
-            break
-        *kept, last = staying
-        tokens = [*(one.context_tokens for one in kept), *contexts, decode.context_tokens]
+    contexts = [*joined, *fixed]
+    leaving, joining = set[str](), set[str]()
+
+    def fits(staying: Sequence[OnlineDecode], decode: Decode) -> bool:
+        tokens = [*(one.context_tokens for one in staying), *contexts, decode.context_tokens]
         row = BatchRow(0, 0, 0, 0, len(tokens), sum(tokens), max(tokens))
-        if len(tokens) > max_decodes or not predictor.predict_s(row) <= limit_s:
-            break
-        staying = kept
+        return len(tokens) <= max_decodes and predictor.predict_s(row) <= limit_s
+
+    for decode in sorted(left, key=lambda one: (one.uncached_tokens, one.sequence)):
+        # Where somebody has left who was longer, there may be room for one more.
+        if not (leaving and fits(staying, decode)):
+            if len(staying) < 2 or staying[-1].due_s - now_s < SPARE_STEPS * limit_s:
+                break
+            if not fits(staying[:-1], decode):
+                break
+            leaving.add(staying.pop().rid)
         contexts.append(decode.context_tokens)
-        leaving.add(last.rid)
         joining.add(decode.rid)
     return Replacement(frozenset(leaving), frozenset(joining))

@@ -160,12 +160,14 @@ class StepPlanner(DecodePlanner):
         lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
         return math.isfinite(lot_s) and lot_s <= self.prefill_room_s
 
-    def gates(self, offline: Contexts) -> bool:
-        """Whether offline requests wait because starting one now is not worth what it may cost.
+    def num_worth_starting(self, offline: Contexts, most: int) -> int:
+        """How many of `most` offline requests may start: what they could lose is worth it.
 
-        `offline`: those that decode.
+        `offline`: those that decode; where none does, that is all of them.
         """
-        return self._is_known and self.gating.is_closed(self.estimator, self._joined(offline))
+        if not (self.gating.is_on and offline.num and self._is_known):
+            return most
+        return self.gating.num_open(self.estimator, self._joined(offline), most)
 
     def decodes_first(
         self,

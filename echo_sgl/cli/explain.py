@@ -166,6 +166,14 @@ def _gather(facts: Facts) -> str:
     )
 
 
+def _gate(facts: Facts) -> str:
+    return (
+        f"until a start pays (steps.gate): {facts['lost_share']:.0%} of the starts lost their "
+        f"memory to online requests, and an answer of {facts['expected_tokens']:.0f} tokens beside "
+        "those that decode saves less than that share of its prompt costs."
+    )
+
+
 def _paused(facts: Facts) -> str:
     return "until generation goes on: it is paused."
 
@@ -179,6 +187,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "prefix": _prefix,
     "ahead": _ahead,
     "gather": _gather,
+    "gate": _gate,
     "paused": _paused,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +198,12 @@ class EchoPrefillAdder(PrefillAdder):
             self.control.refuse(Reason.PREFIX, req.rid)
             return True
         return self.kv_limits is not None and self._refuses_for_reserve(req, self.kv_limits)
+
+    def expect_growth_of(self, reqs: Iterable[Req]) -> None:
+        """What these are yet to generate needs memory too, though they are in no batch now."""
+        for req in reqs:
+            offset = self._get_running_request_total_token_offset(req)
+            self.memory_budget.total_offset += offset
 
     def _refuses_for_reserve(self, req: Req, limits: KvLimits) -> bool:
         """Whether offline requests would hold more than the reserve leaves with this one, too.

@@ -19,6 +19,9 @@ from echo_sgl.policies.replacement import OnlineDecode
 from echo_sgl.policies.step_planner import StepPlanner
 from echo_sgl.types import Task
 
+# Until a token that was sampled is seen; overlapped, that is one step later.
+UNSTEADY_STEPS = 2
+
 
 @dataclass(slots=True)
 class StepCounts:
@@ -44,6 +47,8 @@ class DecodeControl:
     _running: Running
     _now_s: float
     _is_settled: bool
+    # At so many steps from now some will have grown by a token less than the others.
+    _num_unsteady: int
 
     def select_decodes(self, batch: ScheduleBatch) -> None:
         """Let as many offline requests decode in this step as fit; the others sit out."""
@@ -117,6 +122,7 @@ class DecodeControl:
         indices = [index for index, req in enumerate(batch.reqs) if req.rid in rids]
         self.without_turn.park(batch, indices)
         self.counts.num_given_turns += len(indices)
+        self._num_unsteady = UNSTEADY_STEPS
         self._running.advance(batch.reqs, self._now_s)
 
     def take_left_out(self) -> ScheduleBatch | None:
@@ -126,6 +132,7 @@ class DecodeControl:
     def take_back_left_out(self, batch: ScheduleBatch) -> None:
         """They decode in this step after all."""
         if (left_out := self.take_left_out()) is not None:
+            self.counts.num_given_turns -= len(left_out.reqs)
             batch.merge_batch(left_out)
             self._running.advance(batch.reqs, self._now_s)
 

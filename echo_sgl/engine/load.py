@@ -16,14 +16,14 @@ class PooledLoadInquirer(SchedulerLoadInquirer):
     """Adds the pool's running totals, so a report costs the same with 50,000 pooled requests."""
 
     offline_pool: OfflinePool
-    parked: ParkedDecodes
+    sitting_out: tuple[ParkedDecodes, ...]
 
     def get_loads(self) -> Any:
         # A slotted dataclass is a new class, so super() without arguments would not find it.
         load = SchedulerLoadInquirer.get_loads(self)
         num_tokens = self.offline_pool.num_tokens
         cache_miss_rate = 1.0 - self.get_recent_cache_hit_rate()
-        load.num_running_reqs += len(self.parked)
+        load.num_running_reqs += sum(map(len, self.sitting_out))
         load.num_waiting_reqs += len(self.offline_pool)
         load.num_waiting_uncached_tokens += int(num_tokens * cache_miss_rate)
         load.num_total_tokens += num_tokens
@@ -34,9 +34,9 @@ class PooledLoadInquirer(SchedulerLoadInquirer):
 
 
 def with_pooled_load(
-    inquirer: SchedulerLoadInquirer, pool: OfflinePool, parked: ParkedDecodes
+    inquirer: SchedulerLoadInquirer, pool: OfflinePool, sitting_out: tuple[ParkedDecodes, ...]
 ) -> PooledLoadInquirer:
-    """The same inquirer, with the pool counted as waiting and the parked as running."""
+    """The same inquirer, with the pool counted as waiting and who sits out as running."""
     fields = dataclasses.fields(SchedulerLoadInquirer)
     values = {field.name: getattr(inquirer, field.name) for field in fields}
-    return PooledLoadInquirer(**values, offline_pool=pool, parked=parked)
+    return PooledLoadInquirer(**values, offline_pool=pool, sitting_out=sitting_out)

@@ -57,10 +57,8 @@ class Offers(PoolIntake):
         if self.waiting_queue or (req is not None and not is_offline(req)):
             return False
         if req is None:
-            num_pooled = len(self.offline_pool)
-            return num_pooled > 0 and self.step_control.keeps_pool_waiting(
-                num_pooled, self.kv_limits
-            )
+            is_asked = len(self.offline_pool) > 0 and self.kv_limits.is_within
+            return is_asked and not self.step_control.num_worth_starting(1)
         if self.kv_limits.excess_tokens(self._num_offline(running_batch)):
             return False  # a pass sheds
         decodes = self._decodes_of_mixed_step(running_batch)
@@ -120,9 +118,11 @@ class Offers(PoolIntake):
             limit = min(limit, most - running)
             if limit <= 0:
                 self.step_control.refuse(Reason.SLOT, None, num_running=running, most=most)
-                self._gathering.note_pass(BatchShape(), is_full=len(self.offline_pool) > 0)
+                if not self.is_mixed_chunk:
+                    self._gathering.note_pass(BatchShape(), is_full=len(self.offline_pool) > 0)
+        limit = self.step_control.num_worth_starting(max(0, limit))
         could_start = self.kv_limits.could_start
-        offered = self.offline_pool.upcoming_that_fit(max(0, limit), could_start)
+        offered = self.offline_pool.upcoming_that_fit(limit, could_start)
         control = self.step_control
         if self.weighing is None or not control.estimator.is_ready:
             return tuple(offered)

@@ -47,6 +47,7 @@ from echo_sgl.engine.weighing import Weighing
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offer_size import OfferSize
 from echo_sgl.policies.offline_order import create_offline_order
+from echo_sgl.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +161,9 @@ class EchoScheduler(Offers):
 
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
-        parked = self.step_control.parked
-        self.load_inquirer = with_pooled_load(self.load_inquirer, self.offline_pool, parked)
+        control = self.step_control
+        sitting_out = control.parked, control.without_turn
+        self.load_inquirer = with_pooled_load(self.load_inquirer, self.offline_pool, sitting_out)
 
     def get_prefill_adder_class(self) -> Any:
         return partial(self._new_adder)
@@ -308,7 +310,11 @@ class EchoScheduler(Offers):
             pass
         if self.step_control.without_turn and not batch.check_decode_mem():
             self.step_control.take_back_left_out(batch)
+        retractions = self.step_control.counts.num_retractions
+        num_before = retractions[Task.OFFLINE]
         decode_batch: ScheduleBatch | None = super().update_running_batch(batch)
+        for _ in range(retractions[Task.OFFLINE] - num_before):
+            self.step_control.planner.gating.note_lost()
         return decode_batch
 
     def _online_prefill_waits(self) -> bool:
@@ -360,6 +366,7 @@ class EchoScheduler(Offers):
         adder.offline_tokens_left = self.policy.offline_chunk_tokens
         adder.kv_limits = self.kv_limits
         adder.control = self.step_control
+        adder.expect_growth_of(self.step_control.without_turn)
         adder.shape = self._decodes_of_mixed_step(adder.running_batch)
         adder.inflight = self._launched_prefills()
         adder.yields_to_priorities = self.yields_to_priorities

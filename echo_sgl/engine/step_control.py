@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
 from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.config import EchoConfig
@@ -75,6 +75,7 @@ class StepControl(DecodeControl):
         self._lessons = Lessons(estimator)
         self._running = Running((), 0.0)
         self._is_settled = self._is_planned = True
+        self._num_unsteady = 0
         self._ended: list[tuple[RequestTerms, int]] = []
 
     # ---- one step --------------------------------------------------------------------------
@@ -104,6 +105,9 @@ class StepControl(DecodeControl):
         """
         self._now_s = now_s
         self.parked.drop_finished()
+        if self._num_unsteady:
+            self._num_unsteady -= 1
+            self._running = Running(running.reqs, now_s)
         self._running.advance(running.reqs, now_s)
         self.online_tokens = self._running.online.decode_tokens
         self._is_planned = bool(waiting) or chunked is not None or not self._goes_on(num_pooled)
@@ -160,7 +164,7 @@ class StepControl(DecodeControl):
         planner, is_idle = self.planner, chunked is None and not online_prefill_waits
         if is_idle and not num_pooled:  # a pass would find nobody
             return limits.is_within and len(self._running.online) > 0
-        if is_idle and self.keeps_pool_waiting(num_pooled, limits):
+        if is_idle and limits.is_within and self._keeps_pool_waiting(num_pooled):
             return True
         if not self._is_planned:
             self._plan((), None)
@@ -177,17 +181,24 @@ class StepControl(DecodeControl):
             self.refuse_for_time(None, BatchShape())
         return is_deferred
 
-    def keeps_pool_waiting(self, num_pooled: int, limits: KvLimits) -> bool:
+    def _keeps_pool_waiting(self, num_pooled: int) -> bool:
         """Whether those that could start do not yet, though nobody else prefills."""
-        running, reason = self._running, None
-        if self.planner.gathers(running.num_offline, num_pooled):
-            reason = GATHERING
-        elif self.planner.gates(running.offline):
-            reason = GATED
-        if reason is None or not limits.is_within:  # else a pass sheds
-            return False
-        self.refusal = reason
-        return True
+        if self.planner.gathers(self._running.num_offline, num_pooled):
+            self.refusal = GATHERING
+            return True
+        return not self.num_worth_starting(1)
+
+    def num_worth_starting(self, most: int) -> int:
+        """How many of `most` offline requests a pass may start, see `policies/gating.py`.
+
+        A job that is late starts whatever may be lost.
+        """
+        if self._watch.urgent_deadline_s is not None:
+            return most
+        num = self.planner.num_worth_starting(self._running.offline, most)
+        if most and not num:
+            self.refusal = GATED
+        return num
 
     def keeps_chunk_waiting(self, chunked: Req, decodes: BatchShape, page_size: int) -> bool:
         """Whether an offline request has no room for its next chunk in a step with `decodes`."""
@@ -276,7 +287,8 @@ class StepControl(DecodeControl):
         self.planner.gathering.note_end()
         terms = terms_of(req, self._now_s)
         if terms.is_offline:
-            self.planner.gating.note_answer(len(req.output_ids))
+            if not isinstance(req.finished_reason, FINISH_ABORT):
+                self.planner.gating.note_answer(len(req.output_ids))
             return
         self.planner.held.end()  # the stall is counted from what online decodes take
         if req.output_ids and terms.promise.is_any:

@@ -74,7 +74,7 @@ class SimDecodeControl:
         return replacement.leaving
 
     def _leave_out(self, rids: frozenset[str]) -> None:
-        for rid in rids:
+        for rid in sorted(rids):
             request = self.online.members[rid]
             self.online.remove(request)
             self.without_turn.append(request)

@@ -63,6 +63,7 @@ class SimOfflinePool:
 
     def take(self, request: SimRequest) -> None:
         """Remove a request because it starts."""
+        self._looked_s = -math.inf
         _, self._started[request.rid] = self._waiting.pop(request.rid)
         if self._order.take(self._started[request.rid]):
             self.on_change(request.blocks)

@@ -70,6 +70,8 @@ class PrefillPass:
             started.add_prefill(request.seq_tokens - cached, cached)
         self._planner.gating.note_started(started)
         scheduler = self._scheduler
+        if scheduler.config.enable_mixed_chunk:
+            return  # decodes stop for nobody, so nobody waits for others
         is_full = self._is_full and scheduler.chunked is None and len(scheduler.pool) > 0
         self._planner.gathering.note_pass(started, is_full=is_full)
 
@@ -93,7 +95,7 @@ class PrefillPass:
             limit = min(limit, offline.max_running_requests - scheduler.num_offline)
             if limit <= 0:
                 self._planner.gathering.note_pass(BatchShape(), is_full=True)
-        offered = scheduler.pool.upcoming(max(0, limit))
+        offered = scheduler.pool.upcoming(scheduler.num_worth_starting(max(0, limit)))
         if scheduler.config.echo.cache.order == "stock":
             return offered  # SGLang's own tree does not tell what weighing asks
         return self._weighed(offered, steps.candidates)

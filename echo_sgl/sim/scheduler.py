@@ -207,10 +207,15 @@ class SimScheduler(SimDecodeControl):
 
     def keeps_pool_waiting(self, num_pooled: int) -> bool:
         """Whether those that could start do not yet, though nobody else prefills."""
-        planner = self.planner
-        if planner.gathers(len(self.offline), num_pooled):
+        if self.planner.gathers(len(self.offline), num_pooled):
             return True
-        return planner.gating.is_on and planner.gates(self._contexts())
+        return not self.num_worth_starting(1)
+
+    def num_worth_starting(self, most: int) -> int:
+        """How many of `most` offline requests a pass may start."""
+        if not self.planner.gating.is_on or self.pool.is_late:
+            return most
+        return self.planner.num_worth_starting(self._contexts(), most)
 
     def make_decode_room(self) -> None:
         """Retract until the next token of all that decode fits.

@@ -261,7 +261,7 @@ class SimServer:
         if scheduler.waiting or (chunked is not None and not chunked.is_offline):
             return False
         if chunked is None:
-            return num_pooled > 0 and scheduler.keeps_pool_waiting(num_pooled)
+            return num_pooled > 0 and not scheduler.num_worth_starting(1)
         return scheduler.planner.keeps_chunk_waiting(
             scheduler.decode_shape(),
             chunked.computed_tokens,

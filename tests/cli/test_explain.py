@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from echo_sgl.cli.explain import sentences
+from echo_sgl.engine.refusals import Reason
 
 POOLED = {
     "class": "offline",
@@ -48,6 +49,8 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "slot": ({"num_running": 4, "most": 4}, "4 requests run, 4 may (offline.max_running_requests)"),
     "gather": ({"num_places": 3, "empty_steps": 9}, "there is room for 3, and all that decode"),
+    "gate": ({"lost_share": 0.25, "expected_tokens": 12.6}, "25% of the starts lost their memory"),
+    "ahead": ({"gave_place_for_s": 2.0, "due_in_s": 3.0}, "late 2.0 s ago. Its next token is due"),
     "prefix": ({}, "which a neighbour computes right now"),
     "paused": ({}, "it is paused"),
     "order": ({}, "the prefill that is under way"),
@@ -64,6 +67,10 @@ def test_every_reason_is_a_sentence_with_its_numbers(reason: str) -> None:
     text = said(held_back={"reason": reason, **facts})
     assert expected in text
     assert text.startswith("Offline request, here for 3.2 s. It is among those that each step")
+
+
+def test_every_reason_that_a_server_gives_is_known_here() -> None:
+    assert set(Reason) <= REASONS.keys()
 
 
 def test_who_is_behind_others_is_told_what_the_first_waits_for() -> None:
