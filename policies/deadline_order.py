@@ -85,6 +85,7 @@ class DeadlineOrder(OfflineOrder):
         is_ahead = self._is_ahead(request)
         was_resumed = self._other.take(request, is_aside=is_aside or is_ahead)
         self._forget(request)
+        self.book.note_started(request)
         if is_ahead:
             self._walk.advance(self.__contains__)
         return was_resumed

@@ -91,11 +91,19 @@ class DeadlineBook:
         if not group.sequences:
             del self._groups[request.deadline_s]
 
+    def note_started(self, request: PendingRequest) -> None:
+        """One that waited runs now; `set_running` will tell how much it has left."""
+        if (deadline_s := request.deadline_s) is not None and has_deadline(request):
+            self._running[deadline_s] = self._running.get(deadline_s, 0) + request.work_tokens
+
     def note_resumed(self, request: PendingRequest) -> None:
         """One that had started waits again. Errors: `ValueError` when its deadline is none."""
         if (deadline_s := request.deadline_s) is None or not has_deadline(request):
             raise ValueError(f"deadline_s of {request.rid!r} is {deadline_s}; it must be a time")
         self._resumed.setdefault(deadline_s, {})[request.sequence] = request.work_tokens
+        running_tokens = self._running.pop(deadline_s, 0) - request.work_tokens
+        if running_tokens > 0:
+            self._running[deadline_s] = running_tokens
 
     def forget_resumed(self, request: PendingRequest) -> None:
         """It goes on, or has ended. Errors: `KeyError` if it was not noted."""

@@ -7,30 +7,33 @@ from echo_sgl.estimators.batch_time import StepPredictor
 
 # Of what passes before the last one taught, and of answers.
 FADE = 0.98
+# One lost start is forgotten after some 30 that were not.
+LEAST_LOST = 0.5
 
 
 def gate_opens(
     predictor: StepPredictor,
     decodes: BatchRow,
-    prefill: BatchRow,
+    context_tokens: int,
     *,
+    prefill_s: float,
     expected_outputs: float,
     lost_share: float,
 ) -> bool:
-    """Whether the request of this `prefill` should start beside these `decodes`.
+    """Whether a request whose prompt has `context_tokens` should start beside these `decodes`.
 
     It should when the time that a larger batch saves, over the tokens that the request is
-    expected to make, is more than computing its prompt again times the share of prefills that
-    are lost to online requests. Source: OOCO 3.4.2, which leaves its cost model open: the formula
-    is ours. Units: tokens.
+    expected to make, is more than computing its prompt again, `prefill_s`, times the share of
+    prefills that are lost to online requests. Source: OOCO 3.4.2, which leaves its cost model
+    open: the formula is ours. Units: tokens, seconds.
     """
     num = decodes.num_decodes
     if not num:
         return True
-    joined = _joined(decodes, prefill.prefill_tokens + prefill.cached_tokens)
+    joined = _joined(decodes, context_tokens)
     alone_s = predictor.predict_s(decodes)
     saved_s = expected_outputs * ((num + 1) * alone_s / num - predictor.predict_s(joined))
-    return saved_s > lost_share * predictor.predict_s(prefill)
+    return saved_s > lost_share * prefill_s
 
 
 def _joined(decodes: BatchRow, context_tokens: int) -> BatchRow:
@@ -81,17 +84,22 @@ class Gating:
     def num_open(self, predictor: StepPredictor, decodes: BatchRow, most: int) -> int:
         """How many of `most` that could start beside these decodes do so, one after the other."""
         num_started, outputs = self._started[0], self.mean_outputs
-        if not (self.is_on and self._num_lost and num_started) or outputs is None:
+        if not (self.is_on and num_started and self._num_lost >= LEAST_LOST) or outputs is None:
             return most
         _, tokens, cached_tokens, area = (int(part / num_started) for part in self._started)
-        prefill = BatchRow(1, tokens, cached_tokens, area, 0, 0, 0)
-        lost_share = self.lost_share
+        prefill_s = predictor.predict_s(BatchRow(1, tokens, cached_tokens, area, 0, 0, 0))
+        lost_share, context_tokens = self.lost_share, tokens + cached_tokens
         for num in range(most):
             if not gate_opens(
-                predictor, decodes, prefill, expected_outputs=outputs, lost_share=lost_share
+                predictor,
+                decodes,
+                context_tokens,
+                prefill_s=prefill_s,
+                expected_outputs=outputs,
+                lost_share=lost_share,
             ):
                 return num
-            decodes = _joined(decodes, tokens + cached_tokens)
+            decodes = _joined(decodes, context_tokens)
         return most
 
     @property

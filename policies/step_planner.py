@@ -160,12 +160,12 @@ class StepPlanner(DecodePlanner):
         lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
         return math.isfinite(lot_s) and lot_s <= self.prefill_room_s
 
-    def num_worth_starting(self, offline: Contexts, most: int) -> int:
+    def num_worth_starting(self, offline: Contexts, num_parked: int, most: int) -> int:
         """How many of `most` offline requests may start: what they could lose is worth it.
 
-        `offline`: those that decode; where none does, that is all of them.
+        `offline`: those that decode; where none does or sits out, that is all of them.
         """
-        if not (self.gating.is_on and offline.num and self._is_known):
+        if not (self.gating.is_on and self._is_known and offline.num + num_parked):
             return most
         return self.gating.num_open(self.estimator, self._joined(offline), most)
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.deadlines import (
@@ -27,7 +29,7 @@ class DeadlineWatch:
 
     def __init__(self, order: DeadlineOrder) -> None:
         self._order, self._rate = order, RateMeter()
-        self._tokens_done = 0
+        self._tokens_done, self._is_working = 0, False
         self._advanced_s = self._looked_s = -math.inf
         self._mean_output_tokens: float | None = None
         self.urgent_deadline_s: float | None = None
@@ -59,7 +61,9 @@ class DeadlineWatch:
     def note_end(self, req: Any) -> None:
         """An offline request is done."""
         num_tokens = len(req.output_ids)
-        self._tokens_done += max(0, req.seqlen - _counted(req))
+        self._tokens_done += max(0, _done_tokens(req) - _counted(req))
+        if isinstance(getattr(req, "finished_reason", None), FINISH_ABORT):
+            return  # its answer would have been longer
         mean = self._mean_output_tokens
         weight = 1.0 if mean is None else MEAN_WEIGHT
         self._mean_output_tokens = (mean or 0.0) + weight * (num_tokens - (mean or 0.0))
@@ -69,13 +73,16 @@ class DeadlineWatch:
     ) -> None:
         """Take in what was done, decide which job goes ahead.
 
-        At most every `ADVANCE_EVERY_S`, and what runs every `LOOK_EVERY_S`. `has_work`: whether
-        offline requests wait or run; `running`: those of either class that hold KV.
+        At most every `ADVANCE_EVERY_S` and where work comes or ends, and what runs every
+        `LOOK_EVERY_S`. `has_work`: whether offline requests wait or run; `running`: those of
+        either class that hold KV.
         """
-        if now_s - self._advanced_s < ADVANCE_EVERY_S:
+        was_working, self._is_working = self._is_working, has_work()
+        if was_working is self._is_working and now_s - self._advanced_s < ADVANCE_EVERY_S:
             return
         self._advanced_s = now_s
-        if not has_work():
+        if not self._is_working:
+            self._observe(now_s)
             self._rate.pause()
             self._order.book.set_running({})
             self._looked_s = -math.inf
@@ -83,9 +90,12 @@ class DeadlineWatch:
         if now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
             self._look(req for req in running() if terms_of(req).is_offline)
+        self._observe(now_s)
+        self.urgent_deadline_s = self._order.escalate(now_s, self.rate_tokens_per_s)
+
+    def _observe(self, now_s: float) -> None:
         self._rate.observe(now_s, self._tokens_done)
         self._tokens_done = 0
-        self.urgent_deadline_s = self._order.escalate(now_s, self.rate_tokens_per_s)
 
     def _look(self, running: Iterable[Any]) -> None:
         """Count what was done of offline requests that run, and what is left of them."""

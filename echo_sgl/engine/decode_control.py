@@ -25,7 +25,7 @@ UNSTEADY_STEPS = 2
 
 @dataclass(slots=True)
 class StepCounts:
-    """What happened to requests since the scheduler started; the counts only grow."""
+    """What happened to requests since the scheduler started; between steps the counts only grow."""
 
     num_parks: int = 0
     num_resumes: int = 0
@@ -76,6 +76,7 @@ class DecodeControl:
 
     def take_all_parked(self) -> ScheduleBatch | None:
         """End all parking; those that sat out, as a batch of their own."""
+        self._num_unsteady = UNSTEADY_STEPS
         self._note_resumed(req.rid for req in self.parked)
         return self.parked.take_all()
 

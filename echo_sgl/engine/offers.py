@@ -91,6 +91,7 @@ class Offers(PoolIntake):
         req.inflight_middle_chunks = inflight_middle_chunks
         req.retraction_count = retraction_count
         self.chunked_req = None
+        req.echo_was_set_aside = True
         self._parked_chunks.append(req)
 
     def _shed_offline(self, running_batch: ScheduleBatch) -> None:
@@ -120,7 +121,7 @@ class Offers(PoolIntake):
                 self.step_control.refuse(Reason.SLOT, None, num_running=running, most=most)
                 if not self.is_mixed_chunk:
                     self._gathering.note_pass(BatchShape(), is_full=len(self.offline_pool) > 0)
-        limit = self.step_control.num_worth_starting(max(0, limit))
+        limit = self.step_control.num_worth_starting(max(0, min(limit, len(self.offline_pool))))
         could_start = self.kv_limits.could_start
         offered = self.offline_pool.upcoming_that_fit(limit, could_start)
         control = self.step_control
@@ -150,10 +151,13 @@ class Offers(PoolIntake):
     def _note_pass(self, started: Sequence[Req], num_offered: int) -> None:
         """Learn how many passes start, and whether this one ended for want of room."""
         self.offer_size.note(len(started), num_offered)
-        prefills = BatchShape()
+        prefills, new = BatchShape(), BatchShape()
         for req in started:
             prefills.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
-        self.step_control.planner.gating.note_started(prefills)
+            if not getattr(req, "echo_was_set_aside", False):
+                new.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
+            req.echo_was_set_aside = False
+        self.step_control.planner.gating.note_started(new)
         if self.is_mixed_chunk:
             return  # decodes stop for nobody, so nobody waits for others
         refusal = self.step_control.refusal

@@ -21,7 +21,6 @@ from sglang.srt.runtime_context import get_observability, get_parallel
 
 from echo_sgl.engine.admission import (
     EchoPrefillAdder,
-    EchoSchedulePolicy,
     is_offline,
 )
 from echo_sgl.engine.clock import Measured, StepClock
@@ -34,6 +33,7 @@ from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offers import Offers
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.engine.questions import answer_question, obey
+from echo_sgl.engine.queue_order import EchoSchedulePolicy
 from echo_sgl.engine.recording import RecordingLog
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import (

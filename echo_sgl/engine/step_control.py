@@ -191,11 +191,11 @@ class StepControl(DecodeControl):
     def num_worth_starting(self, most: int) -> int:
         """How many of `most` offline requests a pass may start, see `policies/gating.py`.
 
-        A job that is late starts whatever may be lost.
+        It holds nobody while a job is late.
         """
         if self._watch.urgent_deadline_s is not None:
             return most
-        num = self.planner.num_worth_starting(self._running.offline, most)
+        num = self.planner.num_worth_starting(self._running.offline, len(self.parked), most)
         if most and not num:
             self.refusal = GATED
         return num

@@ -98,6 +98,11 @@ class SimOfflinePool:
         self._tokens_done = 0
         self.is_late = self._order.escalate(now_s, self._rate.tokens_per_s) is not None
 
+    def pause(self) -> None:
+        """Nobody offline waits or runs: this time says nothing of the rate."""
+        self._rate.pause()
+        self._looked_s = -math.inf
+
     def _in_work(self, request: SimRequest) -> InWork:
         expected_tokens = self._expected_tokens(request)
         return InWork(

@@ -65,10 +65,13 @@ class PrefillPass:
         return self._plan()
 
     def _note_pass(self, num_started: int) -> None:
-        started = BatchShape()
+        started, new = BatchShape(), BatchShape()
         for request, _, cached in self._prefills[len(self._prefills) - num_started :]:
             started.add_prefill(request.seq_tokens - cached, cached)
-        self._planner.gating.note_started(started)
+            if not request.was_set_aside:
+                new.add_prefill(request.seq_tokens - cached, cached)
+            request.was_set_aside = False
+        self._planner.gating.note_started(new)
         scheduler = self._scheduler
         if scheduler.config.enable_mixed_chunk:
             return  # decodes stop for nobody, so nobody waits for others
@@ -305,7 +308,9 @@ class PrefillPass:
     def _rem_total_tokens(self) -> float:
         """What can still be promised, SGLang's estimate of running answers taken off."""
         scheduler = self._scheduler
-        growth = scheduler.growth_of(scheduler.online) + scheduler.growth_of(scheduler.offline)
+        left_out_tokens = sum(one.planned_tokens for one in scheduler.without_turn)
+        growth = scheduler.growth_of(scheduler.online, left_out_tokens)
+        growth += scheduler.growth_of(scheduler.offline)
         return self._kv.available_tokens - growth - self._promised_tokens
 
     def _online_room(self, request: SimRequest, most: int) -> int:

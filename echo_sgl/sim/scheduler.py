@@ -170,6 +170,7 @@ class SimScheduler(SimDecodeControl):
         self.tree.now_s = now_s
         self.feed.advance(now_s)
         if self.is_quiet:
+            self.pool.pause()
             self._observe_use(now_s, self.online.seq_tokens)
             return
         self.pool.advance(now_s, self._offline_running)
@@ -215,7 +216,7 @@ class SimScheduler(SimDecodeControl):
         """How many of `most` offline requests a pass may start."""
         if not self.planner.gating.is_on or self.pool.is_late:
             return most
-        return self.planner.num_worth_starting(self._contexts(), most)
+        return self.planner.num_worth_starting(self._contexts(), len(self.parked), most)
 
     def make_decode_room(self) -> None:
         """Retract until the next token of all that decode fits.
@@ -326,6 +327,7 @@ class SimScheduler(SimDecodeControl):
         self.chunked = None
         self.kv.release(request)
         self.results.num_prefill_parks += 1
+        request.was_set_aside = True
         return request
 
     # ---- internals -------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class SimRequest:
         "sizes",
         "ticket",
         "waiting_since_s",
+        "was_set_aside",
     )
 
     def __init__(
@@ -79,6 +80,7 @@ class SimRequest:
         self.first_token_s: float | None = None
         self.cached_tokens: int | None = None
         self.waiting_since_s: float | None = None
+        self.was_set_aside = False
         self.group: DecodeClock | None = None
         self.joined_step = self.ticket = self.outputs_at_join = self.num_passed_over = 0
         self.node: object | None = None

@@ -7,6 +7,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from echo_sgl.config import CONFIG_ENV
 from echo_sgl.engine import settings
@@ -125,6 +126,30 @@ def test_time_without_work_says_nothing_of_the_rate(watch):
         watch.advance(1100.0 + number, lambda: False, list)
     watch.advance(1130.0, lambda: True, list)
     assert watch.rate_tokens_per_s == pytest.approx(110, rel=0.05)
+
+
+def test_jobs_shorter_than_a_look_have_a_rate(watch):
+    """110 tokens in half a second of work, again and again, with idle time between them."""
+    for number in range(20):
+        start_s = 1000.0 + 3.0 * number
+        runs = request(outputs=0)
+        for tenth in range(5):
+            here = [runs] if tenth else []  # when work comes it waits
+            watch.advance(start_s + 0.1 * tenth, lambda: True, lambda here=here: here)
+        runs.output_ids, runs.seqlen = array("q", range(10)), 110
+        watch.note_end(runs)
+        watch.advance(start_s + 0.5, lambda: False, list)
+        watch.advance(start_s + 1.5, lambda: False, list)
+    assert watch.rate_tokens_per_s == pytest.approx(110 / 0.5, rel=0.05)
+
+
+def test_an_aborted_answer_says_nothing_of_how_long_answers_are(watch):
+    watch.note_end(request(outputs=30))
+    for _ in range(100):
+        aborted = request(outputs=0)
+        aborted.finished_reason = FINISH_ABORT("gone")
+        watch.note_end(aborted)
+    assert watch.terms(request())[1] == 130
 
 
 def test_what_runs_counts_before_it_ends_and_nothing_twice(watch):

@@ -161,6 +161,8 @@ def test_the_walk_goes_on_where_it_was_when_nothing_is_urgent_any_more():
     assert order.escalate(0.0, rate_tokens_per_s=1.0) == 5.0
     assert take_next(order).sequence == 3
     assert order.cursor == cursor
+    assert order.escalate(0.0, rate_tokens_per_s=1.0) == 5.0, "it runs, and would be late"
+    order.book.set_running({})
     assert order.escalate(0.0, rate_tokens_per_s=1.0) is None
     order.add(pending(4, "b"))
     assert listed(order) == [1, 4]
@@ -214,6 +216,7 @@ def test_jobs_that_leave_enough_time_are_in_time_whatever_else_waits(jobs, num_o
         requests += [pending(number, f"a{number}", deadline_s) for number in numbers]
     order, now_s = order_of(*requests), 0.0
     while len(order):
+        order.book.set_running({})
         order.escalate(now_s, rate_tokens_per_s=10.0)
         request = take_next(order)
         now_s += 1.0

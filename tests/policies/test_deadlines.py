@@ -90,6 +90,21 @@ def test_what_waits_to_go_on_is_work_that_nobody_walks_to(waits, resumed, now_s,
     assert book.is_empty == (not left)
 
 
+def test_who_starts_and_comes_back_counts_once_between_two_looks() -> None:
+    requests = [pending(number, deadline_s=10.0, work=30) for number in range(2)]
+    book = book_of(*requests)
+    for one in requests:
+        book.remove(one)
+        book.note_started(one)
+    assert book.work_until(10.0, 0.0) == 60
+    book.note_resumed(requests[0])
+    assert book.work_until(10.0, 0.0) == 60
+    book.set_running({10.0: 7})
+    assert book.work_until(10.0, 0.0) == 37
+    book.note_resumed(requests[1])
+    assert book.work_until(10.0, 0.0) == 60, "it had fewer left than that, but not fewer than none"
+
+
 @given(any_requests(), clocks, rates)
 def test_a_deadline_is_urgent_exactly_when_its_laxity_is_below_zero(requests, now_s, rate):
     book = book_of(*requests)

@@ -19,7 +19,8 @@ def opens(num: int, tokens: int, *, lost_share: float, outputs: float = 100.0) -
     return gate_opens(
         DEVICE,
         decode_row(num, tokens),
-        prefill_row([400]),
+        400,
+        prefill_s=DEVICE.predict_s(prefill_row([400])),
         expected_outputs=outputs,
         lost_share=lost_share,
     )
@@ -63,7 +64,7 @@ def test_where_decodes_are_free_a_start_saves_a_step_for_each_that_it_fills(num,
     if abs(saved_s - lost_s) < 1e-9:
         return
     is_open = gate_opens(
-        Flat(), decode_row(num, num), prefill_row([9]), expected_outputs=outputs, lost_share=share
+        Flat(), decode_row(num, num), 9, prefill_s=0.4, expected_outputs=outputs, lost_share=share
     )
     assert is_open == (saved_s > lost_s)
 
@@ -73,10 +74,12 @@ def test_the_context_of_who_starts_is_what_it_finds_in_the_cache_too() -> None:
         def predict_s(self, step):
             return 0.0 if step.num_prefills else 1e-5 * step.decode_tokens
 
-    row = prefills((10, 990)).row()
-    given = {"expected_outputs": 5.0, "lost_share": 0.0}
-    assert not gate_opens(ByContext(), decode_row(2, 1998), row, **given)
-    assert gate_opens(ByContext(), decode_row(2, 2002), row, **given)
+    gating = Gating()
+    gating.note_started(prefills((10, 990)))
+    gating.note_answer(5)
+    gating.note_lost()
+    assert gating.num_open(ByContext(), decode_row(2, 1998), 1) == 0
+    assert gating.num_open(ByContext(), decode_row(2, 2002), 1) == 1
 
 
 def taught(*, num_lost: int, is_on: bool = True) -> Gating:
@@ -170,10 +173,10 @@ def test_it_opens_for_as_many_as_pay_one_after_the_other() -> None:
     assert gating.num_open(Flat(), decode_row(1, 50), 0) == 0
 
 
-def worth(plan, *, online: int, offline: int, most: int = 3) -> int:
+def worth(plan, *, online: int, offline: int, parked: int = 0, most: int = 3) -> int:
     plan.gating = taught(num_lost=10, is_on=plan.gating.is_on)
     begin(plan, decodes=online, due_in_s=1.0)
-    return plan.num_worth_starting(Contexts.of([50] * offline), most)
+    return plan.num_worth_starting(Contexts.of([50] * offline), parked, most)
 
 
 def test_a_planner_asks_for_all_that_decode() -> None:
@@ -187,6 +190,16 @@ def test_a_planner_asks_for_all_that_decode() -> None:
 def test_where_no_offline_request_decodes_the_gate_is_open() -> None:
     plan = planner(Flat(), gate=True)
     assert worth(plan, online=9, offline=0) == worth(plan, online=0, offline=0) == 3
+    assert worth(plan, online=9, offline=0, parked=1) == 0
+
+
+def test_one_lost_start_is_forgotten() -> None:
+    """Else nobody would start where a longer prompt makes each token dearer."""
+    gating = taught(num_lost=1)
+    for _ in range(40):
+        gating.note_started(prefills((300, 100)))
+    assert 0 < gating.lost_share < 0.02
+    assert is_open(gating)
 
 
 def test_a_planner_without_the_setting_or_an_estimate_gates_nobody() -> None:

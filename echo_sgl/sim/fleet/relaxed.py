@@ -91,7 +91,8 @@ class RelaxedSteps:
         return gate_opens(
             self._config.device,
             decode_row(len(place.offline) + len(new), place.offline.seq_tokens + sum(new)),
-            prefill_row([request.seq_tokens]),
+            request.seq_tokens,
+            prefill_s=self._config.device.predict_s(prefill_row([request.seq_tokens])),
             expected_outputs=self._moves.mean_outputs,
             lost_share=self._moves.lost_share,
         )
