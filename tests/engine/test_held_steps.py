@@ -165,3 +165,29 @@ def test_a_pass_that_would_find_nobody_is_left_out_unless_somebody_is_to_be_shed
 def test_nothing_holds_under_a_limit_that_counts_each_step() -> None:
     steps = Steps(limit="relative", max_inflation=100.0, max_stall_s=3600.0)
     assert [steps.run() for _ in range(3)] == [1, 1, 1]
+
+
+def test_who_gave_a_turn_away_is_a_token_behind_when_the_others_grow(steps: Steps) -> None:
+    """Overlapped, what a step sampled is seen a step later, when all decode together again."""
+    control = steps.control
+    first, last = steps.reqs[0], decoding(Task.ONLINE, promise=Promise(5.0, 0.5))
+    last.rid = "last"
+    steps.reqs = [*steps.reqs, last]
+    steps.begin()
+    staying = steps.batch()
+    control.without_turn = SimpleNamespace(
+        park=lambda batch, indices: setattr(
+            batch, "reqs", [one for i, one in enumerate(batch.reqs) if i not in indices]
+        )
+    )
+    control._leave_out(staying, frozenset({"last"}))
+    assert last not in staying.reqs
+    assert control.counts.num_given_turns == 1
+    for grown in ([], staying.reqs, steps.reqs, steps.reqs):
+        step(grown)
+        steps.now_s += STEP_S
+        steps.reqs = list(steps.reqs)  # somebody joined: another list
+        steps.begin()
+        assert control.online_tokens == first.seqlen + last.seqlen
+        due_s = min(one.echo_terms.due_s(len(one.output_ids)) for one in (first, last))
+        assert control.planner.view.decode_due_s == pytest.approx(due_s)
