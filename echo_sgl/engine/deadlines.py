@@ -110,9 +110,8 @@ class DeadlineWatch:
 
     def _end_of(self, req: Any) -> tuple[int, float]:
         """How many tokens a request should have in the end, and by when; 0 where it may be ever."""
-        if math.isinf(terms_of(req).deadline_s):
+        if math.isinf((terms := terms_of(req)).deadline_s):
             return 0, math.inf
-        terms = terms_of(req)
         deadline_s = _rounded_deadline_s(terms.deadline_s, terms.arrival_s)
         return self._expected_tokens(req), deadline_s
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 
@@ -151,20 +151,31 @@ class Offers(PoolIntake):
     def _note_pass(self, started: Sequence[Req], num_offered: int) -> None:
         """Learn how many passes start, and whether this one ended for want of room."""
         self.offer_size.note(len(started), num_offered)
-        prefills, new = BatchShape(), BatchShape()
-        for req in started:
-            prefills.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
-            if not getattr(req, "echo_was_set_aside", False):
-                new.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
-            req.echo_was_set_aside = False
-        self.step_control.planner.gating.note_started(new)
+        gating = self.step_control.planner.gating
+        if gating.is_on:
+            gating.note_started(_prefills_of(req for req in started if not _was_set_aside(req)))
         if self.is_mixed_chunk:
             return  # decodes stop for nobody, so nobody waits for others
         refusal = self.step_control.refusal
         found_no_room = refusal is not None and refusal.reason in NO_ROOM
         is_full = found_no_room and self.chunked_req is None and len(self.offline_pool) > 0
-        self._gathering.note_pass(prefills, is_full=is_full)
+        self._gathering.note_pass(_prefills_of(started), is_full=is_full)
 
     @property
     def _gathering(self) -> Gathering:
         return self.step_control.planner.gathering
+
+
+def _prefills_of(reqs: Iterable[Req]) -> BatchShape:
+    """Their prefills, to the last chunk."""
+    prefills = BatchShape()
+    for req in reqs:
+        prefills.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
+    return prefills
+
+
+def _was_set_aside(req: Req) -> bool:
+    """Whether this start goes on with one that an online request stopped between two chunks."""
+    was_set_aside = getattr(req, "echo_was_set_aside", False)
+    req.echo_was_set_aside = False
+    return was_set_aside
