@@ -92,7 +92,8 @@ def terms_of(req: Any, now_s: float = 0.0) -> RequestTerms:
             _promised(params.get(TTFT_KEY), slo.ttft_s), _promised(params.get(TPOT_KEY), slo.tpot_s)
         )
         arrival_s = params.get(ARRIVAL_KEY, now_s)
-        deadline_s = arrival_s + params.get(DEADLINE_KEY, math.inf)
+        within_s = params.get(DEADLINE_KEY)
+        deadline_s = math.inf if within_s is None else arrival_s + within_s
         terms = req.echo_terms = RequestTerms(task, promise, arrival_s, deadline_s)
     return terms
 

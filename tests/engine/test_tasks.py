@@ -67,6 +67,35 @@ def test_a_service_tier_that_is_no_string_is_answered_with_400(echo_server, tier
     assert "allowed are" in answer.json()["message"]
 
 
+NO_TERMS = dict.fromkeys(("ttft_s", "tpot_s", "deadline_s"))
+
+
+@pytest.mark.parametrize(
+    ("params", "status"),
+    [
+        (NO_TERMS, 200),
+        ({**NO_TERMS, "service_tier": None}, 200),
+        ({**NO_TERMS, "service_tier": "flex"}, 200),
+        ({"echo_arrival_s": "long ago"}, 200),
+        ({"deadline_s": "soon"}, 400),
+        ({"deadline_s": True}, 400),
+        ({"deadline_s": [1]}, 400),
+        ({"tpot_s": -1}, 400),
+    ],
+)
+@pytest.mark.parametrize("path", bodies(None))
+def test_odd_terms_are_none_or_answered_with_400_and_the_server_lives_on(
+    echo_server, path, params, status
+):
+    body = dict(bodies(None)[path])
+    if path == "/generate":
+        body["sampling_params"] = {"max_new_tokens": 2, "custom_params": params}
+    else:
+        body["custom_params"] = params
+    assert post(echo_server, path, body).status_code == status
+    assert post(echo_server, "/generate", native("flex")).status_code == 200
+
+
 def test_an_offline_answer_streams_like_any_other(echo_server):
     body = completion("hello there", 12, service_tier="flex")
     whole = post(echo_server, "/v1/completions", body).json()["choices"][0]["text"]

@@ -48,6 +48,14 @@ def test_a_requests_own_terms_come_first():
     assert (terms.arrival_s, terms.deadline_s) == (100.0, 160.0)
 
 
+def test_a_term_without_a_value_is_none():
+    nothing = dict.fromkeys(("ttft_s", "tpot_s", "deadline_s", "service_tier"))
+    check_terms(nothing, SloConfig())
+    terms = terms_of(request(**nothing), now_s=7.0)
+    assert (terms.task, terms.promise.ttft_s, terms.promise.tpot_s) == (Task.ONLINE, 2.0, 0.1)
+    assert math.isinf(terms.deadline_s)
+
+
 def test_terms_are_read_once():
     req = request(ttft_s=5.0)
     first = terms_of(req, now_s=1.0)
