@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from echo_sgl.batches.fairness import JobLoad
-from echo_sgl.batches.line_engine import request_head
+from echo_sgl.batches.line_engine import request_head, takes_rid, with_rid, without_rid
 from echo_sgl.batches.lines import parse_line
 from echo_sgl.batches.replies import (
     Reply,
@@ -50,6 +50,11 @@ class Line:
     num_crashes: int = 0
     num_broken: int = 0
     num_refused: int = 0
+    takes_rid: bool = True
+
+    def request(self, rid: str) -> bytes:
+        """What is sent, under this id where it can have one."""
+        return with_rid(self.head, rid) if self.takes_rid else without_rid(self.head)
 
     @property
     def is_last_try(self) -> bool:
@@ -223,8 +228,15 @@ def _line(item: WaitingLine, content: bytes, hold: Hold) -> Line:
     line = parse_line(content)
     if line.custom_id != item.custom_id:
         raise ValueError("another line stands there")
-    head = request_head(line)
-    return Line(item.position, item.custom_id, head, item.tokens, hold, item.num_crashes)
+    return Line(
+        item.position,
+        item.custom_id,
+        request_head(line),
+        item.tokens,
+        hold,
+        item.num_crashes,
+        takes_rid=takes_rid(line),
+    )
 
 
 def _crashed(item: WaitingLine) -> Result:

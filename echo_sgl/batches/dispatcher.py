@@ -24,7 +24,7 @@ from echo_sgl.batches.active_job import ActiveJob, Claim, Line, claim_lines, fau
 from echo_sgl.batches.fairness import ShareLevel, choose_job
 from echo_sgl.batches.job_table import ABORT_GRACE_S, JobTable
 from echo_sgl.batches.lease import Lease
-from echo_sgl.batches.line_engine import LineEngine, with_rid
+from echo_sgl.batches.line_engine import LineEngine
 from echo_sgl.batches.metrics import JobMetrics
 from echo_sgl.batches.recorder import Finished, RateMeter, Recorder
 from echo_sgl.batches.replies import Reply, Usage, Verdict, new_request_id
@@ -274,7 +274,7 @@ class Dispatcher:
         result: Result | None = None
         try:
             within_s = job.deadline_s - self._store.clock()
-            reply = await self._engine.send(job.url, with_rid(line.head, rid), within_s)
+            reply = await self._engine.send(job.url, line.request(rid), within_s)
             result = self._judge(job, line, reply)
         except asyncio.CancelledError:
             pass  # aborted, and the engine did not let go of it in time

@@ -89,6 +89,16 @@ def request_head(line: BatchLine) -> bytes:
     return orjson.dumps(body)[:-1]
 
 
+def takes_rid(line: BatchLine) -> bool:
+    """SGLang refuses one id for several embeddings; without one, only a closed call ends them."""
+    return not (line.url == EMBEDDINGS_URL and isinstance(line.body.get("input"), list))
+
+
 def with_rid(head: bytes, rid: str) -> bytes:
     """A whole request; the id is new each time it is sent."""
     return b'%b,"rid":"%b"}' % (head, rid.encode())
+
+
+def without_rid(head: bytes) -> bytes:
+    """A whole request, to which the server gives ids of its own."""
+    return head + b"}"

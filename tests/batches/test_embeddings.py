@@ -18,7 +18,9 @@ EMBEDDING = ("--is-embedding", "--served-model-name", "tiny")
 
 
 def line(index: int) -> bytes:
-    body = {"model": "tiny", "input": f"text {index}"}
+    """Every third asks for two embeddings at a time."""
+    text = f"text {index}"
+    body = {"model": "tiny", "input": text if index % 3 else [text, f"{text} again"]}
     fields = {"custom_id": f"{index}", "method": "POST", "url": "/v1/embeddings", "body": body}
     return orjson.dumps(fields)
 
@@ -57,6 +59,8 @@ def test_a_batch_of_embeddings_is_answered_as_single_requests_are(
         .data[0]
         .embedding
     )
+    pair = records["6"]["response"]["body"]["data"]
+    assert [item["index"] for item in pair] == [0, 1]
     found = records["7"]["response"]["body"]["data"][0]["embedding"]
     cosine = sum(one * other for one, other in zip(alone, found, strict=True))
     assert cosine == pytest.approx(1.0, abs=1e-3)  # both are of length 1
