@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batches.store import batch_rows, files, work
+from echo_sgl.batches.store.blobs import DatabaseBlobs
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Span, choose_start
 from tests.batches.conftest import OpenStore
@@ -44,6 +45,19 @@ def test_a_batch_is_worked_through_in_ranges_and_its_files_hold_every_line_once(
     assert (batch.input_tokens, batch.cached_tokens, batch.output_tokens) == (100, 50, 20)
     assert content(store, batch.output_file_id) == [f"line-{index}" for index in range(8)]
     assert content(store, batch.error_file_id) == ["line-8", "line-9"]
+
+
+def test_a_store_in_a_shared_database_leaves_another_ones_files_alone(
+    store: JobStore, tmp_path: Path
+) -> None:
+    """Whoever tries one in the state directory of SQLite goes back to all that was uploaded."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    kept, draft = folder / f"file-{'a' * 32}", folder / "0123.part"
+    for path in (kept, draft):
+        path.write_text("a line")
+    DatabaseBlobs(folder, store.database).sweep(set())
+    assert list(folder.iterdir()) == [kept]
 
 
 def test_a_result_that_comes_twice_is_kept_and_counted_once(store: JobStore) -> None:

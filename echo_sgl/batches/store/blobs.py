@@ -32,6 +32,7 @@ from echo_sgl.batches.store.schema import blob_chunks, files
 
 CHUNK_BYTES = 1024 * 1024
 PIECES_PER_QUERY = 64
+DRAFT_SUFFIX = ".part"
 _SAFE_ID = re.compile(r"file-[0-9a-f]{32}")
 Register = Callable[[Connection], None]
 
@@ -40,7 +41,7 @@ class Draft:
     """An upload that is being written: a file that no other name leads to."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / f"{secrets.token_hex(16)}.part"
+        self.path = folder / f"{secrets.token_hex(16)}{DRAFT_SUFFIX}"
         self._file: BinaryIO = self.path.open("xb")
         self.num_bytes = 0
         self.num_lines = 0
@@ -184,8 +185,11 @@ class DatabaseBlobs:
             connection.execute(delete(blob_chunks).where(blob_chunks.c.blob_id == blob_id))
 
     def sweep(self, known: set[str]) -> None:
-        """Other servers add blobs meanwhile: the row that a chunk came with is looked for anew."""
-        for path in self._folder.iterdir():
+        """Other servers add blobs meanwhile: the row that a chunk came with is looked for anew.
+
+        In the folder only drafts go: its other files are blobs of a SQLite store beside it.
+        """
+        for path in self._folder.glob(f"*{DRAFT_SUFFIX}"):
             path.unlink(missing_ok=True)
         has_row = select(files.c.id).where(files.c.id == blob_chunks.c.blob_id).exists()
         with self._database.write() as connection:
