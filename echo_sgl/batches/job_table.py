@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from echo_sgl.batches.active_job import ActiveJob
 from echo_sgl.batches.fairness import Applicant, choose_active
 from echo_sgl.batches.line_engine import LineEngine
+from echo_sgl.batches.served import ServedBatches
 from echo_sgl.batches.store import batch_rows, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
@@ -44,6 +45,7 @@ class JobTable:
         self._store = store
         self._engine = engine
         self._threads = threads
+        self._served = ServedBatches(engine)
         self._is_closed = False
         self.jobs: dict[int, ActiveJob] = {}
         self.num_servers = 1
@@ -56,7 +58,11 @@ class JobTable:
         known = self._held()
         look = await self._run(self._look_up)
         self.num_servers = look.num_servers
-        await self._take_up({row.number: row for row in look.rows}, lines_per_s)
+        rows = {row.number: row for row in look.rows}
+        is_ready = self._engine.is_ready()
+        foreign = await self._served.foreign(look.rows) if is_ready else set()
+        wanted = self._wanted(rows, foreign, lines_per_s)
+        await self._take_up(rows, wanted, is_ready=is_ready)
         await self._free_forgotten(look.owned, known | self._held())
         return look.rows
 
@@ -86,9 +92,10 @@ class JobTable:
                 rows = batch_rows.open_batches(connection)
         return _Look(rows, owned, len(servers))
 
-    async def _take_up(self, rows: Mapping[int, BatchRow], lines_per_s: float | None) -> None:
+    async def _take_up(
+        self, rows: Mapping[int, BatchRow], wanted: dict[int, ActiveJob], *, is_ready: bool
+    ) -> None:
         """Work on what is wanted, and on nothing else."""
-        wanted = self._wanted(rows, lines_per_s)
         for number, job in list(self.jobs.items()):
             job.is_exhausted = False  # another server may have left lines
             if number in wanted:
@@ -99,17 +106,17 @@ class JobTable:
                 self._drop(job, abort=row is None or row.status != "in_progress")
             if job.is_dropped and job.is_idle:
                 await safely(partial(self._let_go, job))
-        if not self._is_closed and self._engine.is_ready():
+        if not self._is_closed and is_ready:
             self.jobs = wanted | self.jobs
 
     def _wanted(
-        self, rows: Mapping[int, BatchRow], lines_per_s: float | None
+        self, rows: Mapping[int, BatchRow], foreign: set[int], lines_per_s: float | None
     ) -> dict[int, ActiveJob]:
         """Batches to work on: not too many, so that what is claimed of them stays bounded."""
         jobs = {
             number: ActiveJob.of_row(row)
             for number, row in rows.items()
-            if row.status == "in_progress" and row.paused_at_s is None
+            if row.status == "in_progress" and row.paused_at_s is None and number not in foreign
         }
         active = {number for number, job in self.jobs.items() if not job.is_dropped}
         applicants = [

@@ -137,7 +137,8 @@ class Validator:
             rows = batch_rows.open_batches(connection)
         tenants = {row.number: row.tenant for row in rows if row.status == "validating"}
         waiting = set(tenants)
-        put_off = self._still_put_off(waiting)
+        elsewhere = {row.number for row in rows if row.endpoint not in self._engine.endpoints}
+        put_off = self._still_put_off(waiting) | (waiting & elsewhere)
         if waiting <= put_off:
             return None
         present = set(tenants.values())
