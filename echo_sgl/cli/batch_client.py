@@ -20,7 +20,10 @@ TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 3600.0
 ENDED = ("failed", "completed", "expired", "cancelled")
 # A server that starts, a database that fails over, a proxy whose server is gone.
-_AWAY_STATUSES = (429, 502, 503, 504)
+TOO_MANY = 429
+_AWAY_STATUSES = (TOO_MANY, 502, 503, 504)
+# A batch service that fails, not one that is missing.
+_BROKEN_STATUSES = (500, 507)
 _OF_A_BATCH = ("id", "status", "endpoint", "completion_window", "created_at")
 _NO_SERVICE = (
     "{url} has no batch service. Start it with: echo-sgl serve --echo-state-dir DIR ..., or work "
@@ -34,6 +37,10 @@ class BatchServiceError(EchoError, RuntimeError):
     def __init__(self, message: str, status_code: int | None = None) -> None:
         super().__init__(message)
         self.status_code = status_code
+
+
+class NoServiceError(BatchServiceError):
+    """The server does not know what was asked for."""
 
 
 class AwayError(BatchServiceError):
@@ -63,13 +70,25 @@ class BatchClient:
             return self.list(1).get("object") == "list"
         except AwayError:
             raise
-        except BatchServiceError:
+        except BatchServiceError as error:
+            if error.status_code in _BROKEN_STATUSES:
+                raise AwayError(str(error), error.status_code) from error
             return False
 
     def submit(
         self, jobs: Path, *, endpoint: str, window: str, metadata: dict[str, str]
     ) -> dict[str, Any]:
         """Upload a file and create a batch over it."""
+        file_id = self.upload(jobs)
+        try:
+            return self.create(file_id, endpoint=endpoint, window=window, metadata=metadata)
+        except BatchServiceError as error:
+            if not isinstance(error, AwayError) or error.status_code == TOO_MANY:
+                self.forget(file_id)
+            raise
+
+    def upload(self, jobs: Path) -> str:
+        """The id of a new file."""
         with jobs.open("rb") as content:
             uploaded = self._call(
                 "POST",
@@ -79,21 +98,24 @@ class BatchClient:
                 files={"file": (jobs.name, content, "application/jsonl")},
                 timeout=UPLOAD_TIMEOUT_S,
             )
+        return str(uploaded["id"])
+
+    def create(
+        self, file_id: str, *, endpoint: str, window: str, metadata: dict[str, str]
+    ) -> dict[str, Any]:
+        """A new batch over an uploaded file."""
         body = {
-            "input_file_id": uploaded["id"],
+            "input_file_id": file_id,
             "endpoint": endpoint,
             "completion_window": window,
             "metadata": metadata or None,
         }
-        try:
-            return self._call("POST", "/v1/batches", ("id",), json=body)
-        except AwayError:
-            raise
-        except BatchServiceError:
-            # Refused: nobody knows of the file, and it would take up room.
-            with contextlib.suppress(BatchServiceError):
-                self._call("DELETE", f"/v1/files/{uploaded['id']}")
-            raise
+        return self._call("POST", "/v1/batches", ("id",), json=body)
+
+    def forget(self, file_id: str) -> None:
+        """Delete a file, if that can be: nobody else knows of it, and it would take up room."""
+        with contextlib.suppress(BatchServiceError):
+            self._call("DELETE", f"/v1/files/{file_id}")
 
     def list(self, limit: int, after: str | None = None) -> dict[str, Any]:
         params = {"limit": limit, **({"after": after} if after else {})}
@@ -108,7 +130,16 @@ class BatchClient:
 
     def act(self, batch_id: str, action: str) -> dict[str, Any]:
         """Cancel, or one of our own: retry, pause, resume."""
-        return self._call("POST", f"/v1/batches/{batch_id}/{action}", ("id", "status"))
+        try:
+            return self._call("POST", f"/v1/batches/{batch_id}/{action}", ("id", "status"))
+        except NoServiceError as error:
+            if action == "cancel":
+                raise
+            raise BatchServiceError(
+                f"{self.url} cannot {action} a batch: only echo-sgl's servers can pause, resume "
+                "and retry",
+                error.status_code,
+            ) from error
 
     def find(self, key: str, value: str) -> dict[str, Any] | None:
         """The newest batch with that metadata, of all that the server knows."""
@@ -125,23 +156,29 @@ class BatchClient:
     def download(self, file_id: str | None, path: Path) -> None:
         """Write a file's content, whole or not at all; without a file, an empty one.
 
-        Errors: `OutputError` when it cannot be written.
+        What is no file, as /dev/null, is written to as it is. Errors: `OutputError` when it cannot
+        be written.
         """
         try:
+            if path.exists() and not path.is_file():
+                with path.open("wb") as output:
+                    self._copy_content(file_id, output.write)
+                return
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f"{path.name}.part")
             with draft.open("wb") as output:
-                if file_id:
-                    self._copy(f"/v1/files/{file_id}/content", output.write)
+                self._copy_content(file_id, output.write)
                 output.flush()
                 os.fsync(output.fileno())
             draft.replace(path)
         except OSError as error:
             raise OutputError(f"{path} cannot be written: {error.strerror}") from error
 
-    def _copy(self, path: str, write: Callable[[bytes], object]) -> None:
+    def _copy_content(self, file_id: str | None, write: Callable[[bytes], object]) -> None:
+        if file_id is None:
+            return
         try:
-            with self._http.stream("GET", path) as answer:
+            with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
                 if answer.status_code != 200:
                     answer.read()
                     raise self._refused(answer)
@@ -181,7 +218,7 @@ class BatchClient:
             message = str(error["message"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
             if answer.status_code in (404, 405):
-                return BatchServiceError(_NO_SERVICE.format(url=self.url))
+                return NoServiceError(_NO_SERVICE.format(url=self.url), answer.status_code)
             message = answer.text[:300] or answer.reason_phrase
         if answer.status_code == 401:
             message += ". Set the key with --api-key, ECHO_SGL_API_KEY or OPENAI_API_KEY"

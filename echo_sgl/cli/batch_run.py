@@ -13,6 +13,7 @@ from pathlib import Path
 
 import orjson
 from rich.console import Console
+from rich.text import Text
 
 from echo_sgl.batches.job_file import (
     Entry,
@@ -60,11 +61,17 @@ class BatchRun:
                 raise JournalError(f"{path} is the job file itself; choose another --output")
         return paths
 
+    @property
+    def again(self) -> str:
+        """How to go on with a run that was interrupted."""
+        with_what = " without --overwrite" if self.overwrite else ""
+        return f"run the same command again{with_what}"
+
 
 def execute(plan: BatchRun) -> int:
     """Run to the end or until interrupted; returns the exit code."""
     paths = plan.journal_paths
-    with Console(stderr=True).status(f"checking {plan.jobs}"):
+    with Console(stderr=True).status(Text(f"checking {plan.jobs}")):
         job = check_job_file(plan.jobs)
     tally = Tally(job.num_lines)
     display = Display(tally)
@@ -167,4 +174,4 @@ def _sum_up(plan: BatchRun, paths: JournalPaths, display: Display, *, is_interru
     if tally.ok and tally.hit_ratio is None:
         display.say("hits are unknown: start the server with --enable-cache-report to see them")
     if is_interrupted:
-        display.say("interrupted; run the same command again to do the lines that are left")
+        display.say(f"interrupted; {plan.again} to do the lines that are left")

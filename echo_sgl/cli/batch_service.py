@@ -189,7 +189,7 @@ def results(
         echo-sgl batch results batch_0123456789abcdef0123456789abcdef --output out.jsonl
     """
     from echo_sgl.cli.batch_client import ENDED
-    from echo_sgl.cli.batch_view import counts_of
+    from echo_sgl.cli.batch_view import counts_of, summary
 
     paths = result_paths(output, errors)
     with connected(url, api_key) as client:
@@ -199,6 +199,8 @@ def results(
                 f"{batch_id} is {batch['status']}; wait for its end with: echo-sgl batch watch "
                 f"{batch_id} --url {url}"
             )
+        if batch["status"] == "failed":
+            raise JobError(f"there are no results: {summary(batch)}")
         download(client, batch, paths.output, paths.errors)
     counts = counts_of(batch)
     _show(batch, as_json, f"{counts['completed']} answered, {counts['failed']} failed")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from rich.console import Console
+from rich.text import Text
 
 from echo_sgl.batches.job_file import JobFile, check_job_file
 from echo_sgl.batches.journal import JournalError
-from echo_sgl.cli.batch_client import AwayError, BatchClient, BatchServiceError
+from echo_sgl.cli.batch_client import TOO_MANY, AwayError, BatchClient, BatchServiceError
 from echo_sgl.cli.batch_service import download, watch_batch
 from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, summary
 
@@ -27,6 +28,8 @@ CONFLICT = 409
 _RETRIED = ("cancelled", "expired")
 # The batch of a run is found again by this, however the run ended.
 RUN_KEY = "echo_sgl_run"
+NEWEST = 100  # of the batches on a page: one that was made just now is among them
+T = TypeVar("T")
 
 
 def hand_over(plan: BatchRun) -> int | None:
@@ -39,7 +42,7 @@ def hand_over(plan: BatchRun) -> int | None:
             return None
         if (has_service := _has_service(client)) is False:
             return None
-        with Console(stderr=True).status(f"checking {plan.jobs}"):
+        with Console(stderr=True).status(Text(f"checking {plan.jobs}")):
             job = check_job_file(plan.jobs)
         endpoints = {entry.url for entry in job.entries}
         if job.problems or len(endpoints) != 1:
@@ -66,28 +69,55 @@ def _wait_service(client: BatchClient) -> bool:
     An earlier run may have handed the job over: were its lines sent from here, all of them would
     be computed twice once the server is back.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for attempt in itertools.count():
+    return _once_back(client, client.has_service)
+
+
+def _once_back(client: BatchClient, call: Callable[[], T]) -> T:
+    """What a call gives once the server is there, and not full; meanwhile it comes again."""
+    is_told = False
+    while True:
         try:
-            return client.has_service()
+            return call()
         except AwayError as error:
-            if not attempt:
-                reason = error.status_code or type(error.__cause__).__name__
-                console.print(
-                    f"echo-sgl: no server is ready at {client.url} ({reason}); waiting for it"
-                )
+            reason = str(error.status_code or type(error.__cause__).__name__)
+            if error.status_code == TOO_MANY:
+                message = f"{error}; waiting"
+            else:
+                message = f"no server is ready at {client.url} ({reason}); waiting for it"
+            if not is_told:
+                _console().print(f"echo-sgl: {message}")
+            is_told = True
         time.sleep(EVERY_S)
-    raise AssertionError("unreachable: the count has no end")
+
+
+def _console() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
+def _submitted(plan: BatchRun, client: BatchClient, endpoint: str, run_id: str) -> dict[str, Any]:
+    """A new batch; it is not made twice when an answer is lost."""
+    file_id = _once_back(client, lambda: client.upload(plan.jobs))
+
+    def create() -> dict[str, Any]:
+        for batch in client.list(NEWEST)["data"]:
+            if batch.get("input_file_id") == file_id:
+                return dict(batch)
+        return client.create(file_id, endpoint=endpoint, window="24h", metadata={RUN_KEY: run_id})
+
+    try:
+        return _once_back(client, create)
+    except BaseException:
+        client.forget(file_id)
+        raise
 
 
 def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> int:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = _console()
     name = f"{job.sha256}:{plan.output.absolute()}"
     run_id = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
     batch = _find(plan, client, run_id)
     if batch is None:
-        pairs = {RUN_KEY: run_id}
-        batch = client.submit(plan.jobs, endpoint=endpoint, window="24h", metadata=pairs)
+        batch = _submitted(plan, client, endpoint, run_id)
         console.print(f"echo-sgl: {batch['id']} is submitted; the server works on by itself")
     else:
         console.print(f"echo-sgl: going on with {batch['id']}")
@@ -95,12 +125,12 @@ def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> in
         batch = watch_batch(client, batch["id"], EVERY_S)
     except KeyboardInterrupt:
         console.print(
-            f"echo-sgl: {batch['id']} goes on; run the same command again to fetch its results, "
-            f"or end it with: echo-sgl batch cancel {batch['id']} --url {client.url}"
+            f"echo-sgl: {batch['id']} goes on; {plan.again} to fetch its results, or end it with: "
+            f"echo-sgl batch cancel {batch['id']} --url {client.url}"
         )
         return EXIT_INTERRUPTED
     if batch["status"] == "failed":
-        console.print(summary(batch), markup=False)
+        console.print(summary(batch))
         return EXIT_FAILED
     paths = plan.journal_paths
     download(client, batch, paths.output, paths.errors)

@@ -7,12 +7,15 @@ import signal
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
 import pytest
+from typer.testing import CliRunner
 
-from echo_sgl.cli.batch_client import BatchClient, BatchServiceError, wait_ended
+from echo_sgl.cli import app, hand_over
+from echo_sgl.cli.batch_client import AwayError, BatchClient, BatchServiceError, wait_ended
 from eval.server import Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import completion_line, names, run_cli, wait_until, write_job
@@ -143,6 +146,20 @@ def test_run_that_is_interrupted_goes_on_with_the_same_batch(
     assert second.wait(60) == 1
 
 
+def test_run_with_overwrite_says_to_go_on_without_it(
+    stub: str, slow_jobs: Path, tmp_path: Path, cli: StartCli
+) -> None:
+    output = tmp_path / "[a] out.jsonl"
+    process = cli("batch", "run", slow_jobs, "-o", output, "--url", stub, "--overwrite")
+    assert process.stderr is not None
+    batch_id = process.stderr.readline().split()[1]
+    wait_until(lambda: "in_progress" in process.stderr.readline(), "it is watched")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "run the same command again without --overwrite" in process.stderr.read()
+    run_cli("batch", "cancel", batch_id, "--url", stub)
+
+
 def test_run_waits_for_a_server_that_is_away_and_computes_nothing_twice(
     own_stub: StubServer, jobs: Path, tmp_path: Path, cli: StartCli
 ) -> None:
@@ -206,6 +223,48 @@ def test_a_file_whose_batch_is_refused_is_not_left_behind(stub: str, jobs: Path)
     client.close()
     assert files
     assert jobs.name not in [file["filename"] for file in files]
+
+
+def test_run_waits_where_there_is_no_room_and_makes_one_batch_though_answers_are_lost(
+    stub: str, jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(hand_over, "EVERY_S", 0.01)
+    create, faults = BatchClient.create, iter([AwayError("full", 429), AwayError("lost", 502)])
+
+    def creating(self: BatchClient, file_id: str, **given: Any) -> dict[str, Any]:
+        """The first is refused; the second is made, and its answer does not arrive."""
+        fault = next(faults)
+        if fault.status_code == 502:
+            create(self, file_id, **given)
+        raise fault
+
+    monkeypatch.setattr(BatchClient, "create", creating)
+    num_before = num_batches(stub)
+    output = tmp_path / "waited.jsonl"
+    arguments = ["batch", "run", str(jobs), "--output", str(output), "--url", stub]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert num_batches(stub) == num_before + 1
+    assert len(names(output)) == 20
+
+
+def test_an_upload_that_found_no_room_is_not_left_behind(
+    stub: str, jobs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: BatchClient, file_id: str, **given: Any) -> dict[str, Any]:
+        raise AwayError("too many open batches", 429)
+
+    monkeypatch.setattr(BatchClient, "create", refuse)
+    client = BatchClient(stub, None)
+    jobs = jobs.rename(jobs.with_name("no-room.jsonl"))
+    with pytest.raises(AwayError, match="too many"):
+        client.submit(jobs, endpoint="/v1/completions", window="1h", metadata={})
+    files = httpx.get(f"{stub}/v1/files", params={"limit": 100}).json()["data"]
+    client.close()
+    assert jobs.name not in [file["filename"] for file in files]
+
+
+def num_batches(stub: str) -> int:
+    return len(httpx.get(f"{stub}/v1/batches", params={"limit": 100}).json()["data"])
 
 
 def test_run_finds_its_batch_behind_pages_of_newer_ones(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 from array import array
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from echo_sgl.cli import app
-from echo_sgl.cli.batch_client import BatchServiceError
+from echo_sgl.cli.batch_client import AwayError, BatchClient, BatchServiceError
 from echo_sgl.cli.batch_service import endpoint_of
 from echo_sgl.cli.connection import ApiKeyError
 from echo_sgl.cli.replay import Replayer, ReplayError, read_job
@@ -207,6 +209,58 @@ def test_results_that_cannot_be_written_are_refused(
     odd.paths = {"/v1/batches/batch_1": (200, json.dumps(BATCH))}
     with pytest.raises(EchoError, match=said):
         run(odd, f"batch results batch_1 {options}")
+
+
+def test_results_go_into_what_is_no_file_and_leave_it_what_it_is(odd: OddServer) -> None:
+    pipe, got = Path("pipe"), []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    odd.paths = {
+        "/v1/batches/batch_1": (200, json.dumps(BATCH | {"error_file_id": "file-2"})),
+        "/v1/files/file-2/content": (200, "a failed line"),
+    }
+    assert run(odd, "batch results batch_1 -o out.jsonl --errors pipe").exit_code == 0
+    reader.join(60)
+    assert got == ["a failed line"]
+    assert pipe.is_fifo()
+
+
+def test_a_batch_that_failed_has_no_results_and_takes_none_away(odd: OddServer) -> None:
+    problems = {"data": [{"message": "no such model", "code": "model_not_found", "line": 3}]}
+    failed = BATCH | {"status": "failed", "output_file_id": None, "errors": problems}
+    odd.paths = {"/v1/batches/batch_1": (200, json.dumps(failed))}
+    Path("out.jsonl").write_text("of before\n")
+    with pytest.raises(EchoError, match=r"no results: .*\n(.*\n)*.*line 3: no such model"):
+        run(odd, "batch results batch_1 -o out.jsonl")
+    assert Path("out.jsonl").read_text() == "of before\n"
+
+
+def test_a_server_that_knows_batches_but_not_how_to_pause_them_is_told_apart(
+    odd: OddServer,
+) -> None:
+    odd.usual = 404, '{"detail": "Not Found"}'
+    for action in ("pause", "resume", "retry"):
+        with pytest.raises(BatchServiceError, match=f"cannot {action} a batch: only echo-sgl's"):
+            run(odd, f"batch {action} batch_1")
+    with pytest.raises(BatchServiceError, match="has no batch service"):
+        run(odd, "batch cancel batch_1")
+
+
+@pytest.mark.parametrize(
+    ("status", "is_there"), [(404, False), (401, False), (501, False), (500, None), (503, None)]
+)
+def test_a_batch_service_that_fails_is_not_taken_for_none(
+    odd: OddServer, status: int, is_there: bool | None
+) -> None:
+    """Else the lines of a job that it works on would be sent a second time."""
+    odd.usual = status, "out of order"
+    client = BatchClient(odd.url, None)
+    found: bool | None = None
+    with contextlib.suppress(AwayError):
+        found = client.has_service()
+    client.close()
+    assert found is is_there
 
 
 @pytest.mark.parametrize(
