@@ -40,7 +40,7 @@ class SlackUse:
 
     def usable_s(self, slack_s: float) -> float:
         """What a step may take of so much slack."""
-        if slack_s <= self.pace_s:
+        if slack_s <= self.pace_s or math.isinf(slack_s):
             return slack_s
         return self.pace_s + self.share * (slack_s - self.pace_s)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import SloConfig, StepsConfig, parse_config
-from echo_sgl.policies.slack_limit import SlackLimit
+from echo_sgl.policies.slack_limit import SlackLimit, SlackUse
 from echo_sgl.policies.step_limit import OnlinePart, OnlineView, Promise
 from echo_sgl.policies.step_limits import MAX_CREDIT_STALLS, RelativeLimit, create_step_limit
 
@@ -60,6 +60,13 @@ def test_a_request_whose_tokens_all_come_in_time_keeps_its_tpot(ttft_s, tpot_s, 
     promise, first_s = Promise(ttft_s, tpot_s), early * ttft_s
     last_s = promise.due_s(tokens, arrival_s=0.0, first_token_s=first_s)
     assert (last_s - first_s) / tokens <= tpot_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_endless_slack_stays_endless_however_little_of_it_is_used(share):
+    """NaN would let nobody in."""
+    assert SlackUse(pace_s=0.05, share=share).usable_s(math.inf) == math.inf
+    assert SlackUse(pace_s=0.05, share=share).usable_s(0.15) == pytest.approx(0.05 + share * 0.1)
 
 
 def test_slack_is_the_time_until_the_first_thing_due():
