@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_policy import (
 )
 
 from echo_sgl.batch_shape import BatchShape
+from echo_sgl.engine.held_tokens import held_tokens
 from echo_sgl.engine.refusals import Reason
 from echo_sgl.engine.tasks import task_of
 from echo_sgl.types import Task
@@ -78,8 +79,10 @@ class EchoPrefillAdder(PrefillAdder):
         while result is AddReqResult.NO_TOKEN and not self._was_added(req):
             if not self._can_make_room(req) or not self._retract_one():
                 break
-            # Retraction evicts, perhaps from the prefix that this request had matched.
+            # Retraction evicts, perhaps from the prefix that this request had matched; and what
+            # SGLang noted of all requests' lengths (without a tree) holds no more.
             req.init_next_round_input(self.tree_cache)
+            self.req_states = None
             result = self._add_online(req, has_chunked_req, truncation_align_size)
         if self.kv_limits is not None and self._was_added(req):
             self.kv_limits.note_online_start(req)
@@ -320,12 +323,9 @@ class EchoPrefillAdder(PrefillAdder):
 
         Otherwise retraction would throw work away and help nobody.
         """
-        freed_tokens = sum(
-            self.running_batch.reqs[index].seqlen
-            + self._get_running_request_total_token_offset(self.running_batch.reqs[index])
-            for index in self._offline_running()
-        )
-        freed_tokens += sum(parked.seqlen for parked in self.control.parked)
+        running = [self.running_batch.reqs[index] for index in self._offline_running()]
+        freed_tokens = sum(map(self._get_running_request_total_token_offset, running))
+        freed_tokens += held_tokens(self.tree_cache.echo_core, [*running, *self.control.parked])
         return self._needed_tokens(req) <= self.rem_total_tokens + freed_tokens
 
     def _retract_one(self) -> bool:

@@ -1,0 +1,55 @@
+"""What a retraction of several requests would free, on SGLang's own tree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
+
+from echo_sgl.engine.held_tokens import held_tokens
+from tests.engine.kit_cores import build, insert, match
+
+DOCUMENT = list(range(100))
+
+
+class Requests:
+    """Requests that decode: their prompts are in the tree and held, their answers are their own."""
+
+    def __init__(self) -> None:
+        self.cache, self.allocator, _ = build(KitConfig(page_size=1, kv_size=512))
+
+    def start(self, prompt: list[int], num_outputs: int) -> Any:
+        insert(self.cache, self.allocator, prompt)
+        node = match(self.cache, prompt).last_device_node
+        self.cache.inc_lock_ref(node)
+        return SimpleNamespace(last_node=node, seqlen=len(prompt) + num_outputs)
+
+    def held(self, *reqs: Any) -> int:
+        return held_tokens(self.cache.tree_core, reqs)
+
+
+@pytest.fixture
+def requests() -> Requests:
+    return Requests()
+
+
+def test_a_prefix_that_several_share_is_counted_once(requests: Requests) -> None:
+    one = requests.start([*DOCUMENT, 901], 7)
+    other = requests.start([*DOCUMENT, 902, 903], 5)
+    assert requests.held(one, other) == 100 + (1 + 7) + (2 + 5)
+    assert held_tokens(None, [one, other]) == (101 + 7) + (102 + 5)
+
+
+def test_a_prefix_that_others_hold_is_not_freed(requests: Requests) -> None:
+    one = requests.start([*DOCUMENT, 901], 7)
+    stays = requests.start([*DOCUMENT, 902], 5)
+    assert requests.held(one) == 1 + 7
+    assert requests.held(stays, one) == 100 + (1 + 7) + (1 + 5)
+
+
+def test_without_a_cached_prompt_all_is_its_own(requests: Requests) -> None:
+    root = match(requests.cache, [5]).last_device_node
+    assert requests.held(SimpleNamespace(last_node=root, seqlen=30)) == 30
+    assert requests.held() == 0
