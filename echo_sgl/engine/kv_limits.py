@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 from echo_sgl.config import ReserveConfig
@@ -28,8 +29,12 @@ class KvLimits:
     """
 
     def __init__(self, config: ReserveConfig, tree_cache: Any, allocator: Any) -> None:
-        self.capacity_tokens: int = allocator.size
-        self._tree_cache, self._allocator = tree_cache, allocator
+        # Of a model with sliding windows the layers without: only their KV grows with lengths.
+        self.capacity_tokens: int = getattr(allocator, "size_full", allocator.size)
+        self._tree_cache = tree_cache
+        self._available_tokens: Callable[[], int] = getattr(
+            allocator, "full_available_size", allocator.available_size
+        )
         self._config, self._now_s = config, 0.0
         self.forget_demand()
         self._has_warned = False
@@ -60,13 +65,14 @@ class KvLimits:
     def look(self) -> None:
         """Compare what was noted last with what is active, before anybody is started or shed."""
         self._looked_s, self._looked_tokens = self._now_s, self._given_tokens
-        self.online_tokens = min(self._given_tokens, self.active_tokens)
+        active_tokens = self.active_tokens
+        self.online_tokens = min(self._given_tokens, active_tokens)
         self._reserve.observe(self._now_s, self.online_tokens)
-        self.is_within = self.offline_tokens <= self.offline_limit_tokens
+        self.is_within = active_tokens - self.online_tokens <= self.offline_limit_tokens
 
     @property
     def active_tokens(self) -> int:
-        free: int = self._allocator.available_size() + self._tree_cache.evictable_size()
+        free: int = self._available_tokens() + self._tree_cache.evictable_size()
         return self.capacity_tokens - free
 
     @property

@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import OfflineConfig
 from echo_sgl.engine.admission import is_offline
-from echo_sgl.engine.kv_limits import KvLimits
+from echo_sgl.engine.kv_limits import KvLimits, needed_tokens
 from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.pool_intake import PoolIntake
 from echo_sgl.engine.refusals import NO_ROOM, Reason
@@ -71,13 +71,19 @@ class Offers(PoolIntake):
         evictable. It returns to the pool after this pass, so that the result of its last
         chunk, perhaps still in flight, is drained before it starts again.
         """
+        # Where no tree keeps its chunks, it would begin anew each time.
+        if self.waiting_queue and not self.tree_cache.disable:
+            self._set_chunk_aside()
+
+    def _set_chunk_aside(self) -> bool:
+        """Free what a prefill between chunks holds; whether there was an offline one."""
         req = self.chunked_req
-        if req is None or not is_offline(req) or not self.waiting_queue:
-            return
+        if req is None or not is_offline(req):
+            return False
         if req is self._pending_chunked_abort_req or req.to_finish is not None:
-            return
-        if has_prompt_logprobs(req):
-            return  # they would be lost with its chunks
+            return False
+        if has_prompt_logprobs(req) or req.positional_embed_overrides is not None:
+            return False  # the logprobs would be lost with its chunks, the others' KV is in no tree
         inflight_middle_chunks, retraction_count = req.inflight_middle_chunks, req.retraction_count
         retract_all(
             reqs=[req],
@@ -93,6 +99,13 @@ class Offers(PoolIntake):
         self.chunked_req = None
         req.echo_was_set_aside = True
         self._parked_chunks.append(req)
+        return True
+
+    def _pool_chunks_set_aside(self) -> None:
+        for req in self._parked_chunks:
+            self.step_control.counts.num_prefill_parks += 1
+            self._pool(req, resumed=True)
+        self._parked_chunks = []
 
     def _shed_offline(self, running_batch: ScheduleBatch) -> None:
         """Retract offline requests that outgrew what the reserve leaves, parked ones first.
@@ -122,8 +135,10 @@ class Offers(PoolIntake):
                 if not self.is_mixed_chunk:
                     self._gathering.note_pass(BatchShape(), is_full=len(self.offline_pool) > 0)
         limit = self.step_control.num_worth_starting(max(0, min(limit, len(self.offline_pool))))
-        could_start = self.kv_limits.could_start
-        offered = self.offline_pool.upcoming_that_fit(limit, could_start)
+        most_tokens = self.kv_limits.limit_tokens(num_offline=1)
+        offered = self.offline_pool.upcoming_that_fit(
+            limit, lambda req: needed_tokens(req) <= most_tokens
+        )
         control = self.step_control
         if self.weighing is None or not control.estimator.is_ready:
             return tuple(offered)
@@ -141,12 +156,10 @@ class Offers(PoolIntake):
         if offered:
             self.waiting_queue = [req for req in self.waiting_queue if req not in offered]
             self._note_pass(started, len(offered))
-        for req in self._parked_chunks:
-            self.step_control.counts.num_prefill_parks += 1
-            self._pool(req, resumed=True)
+        self._pool_chunks_set_aside()
         for req in self._shed:
             self._add_request_to_queue(req, is_retracted=True)
-        self._parked_chunks, self._shed = [], []
+        self._shed = []
 
     def _note_pass(self, started: Sequence[Req], num_offered: int) -> None:
         """Learn how many passes start, and whether this one ended for want of room."""

@@ -20,6 +20,11 @@ def placed(reqs: Iterable[Req]) -> Iterator[Placed]:
             yield Placed(req.rid, terms.due_s(len(req.output_ids)), terms.promise.tpot_s)
 
 
+def finds_its_kv(req: Req) -> bool:
+    """Whether the tree gives back what it computed: with logprobs only up to the prompt's end."""
+    return not req.return_logprob and req.positional_embed_overrides is None
+
+
 def queued(req: Req) -> Queued:
     """A request that waits; an offline one is due never."""
     terms, num_outputs = terms_of(req), len(req.output_ids)

@@ -112,7 +112,14 @@ class PoolIntake(Scheduler):
         if (timeout_s := envs.SGLANG_REQ_WAITING_TIMEOUT.get()) > 0:
             deadline_s = time.perf_counter() - timeout_s
             late = self.offline_pool.waiting_since_before(deadline_s)
-            aborts += [_waiting_timeout_abort(req.rid) for req in late]
+            aborts += [_timeout_abort(req.rid, "waiting") for req in late]
+        if (timeout_s := envs.SGLANG_REQ_RUNNING_TIMEOUT.get()) > 0:
+            aborts += [
+                _timeout_abort(req.rid, "running")
+                for req in self.step_control.parked
+                if req.to_finish is None
+                and 0 < req.time_stats.forward_entry_time < time.perf_counter() - timeout_s
+            ]
         return aborts
 
     def record_weight_version_change(self, new_version: str | None) -> None:
@@ -146,8 +153,7 @@ class PoolIntake(Scheduler):
         launched = self.last_batch.reqs if self.last_batch is not None else []
         chunked = [self.chunked_req] if self.chunked_req is not None else []
         holding = chain(self.running_batch.reqs, self.step_control.parked, launched, chunked)
-        by_rid = {req.rid: req for req in holding}
-        return (req for req in by_rid.values() if not req.finished())
+        return (req for req in dict.fromkeys(holding) if not req.finished())
 
     def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
         pooled = len(self.offline_pool) > 0 and not ignore_waiting
@@ -156,8 +162,8 @@ class PoolIntake(Scheduler):
         return super().is_fully_idle(for_health_check, ignore_waiting)
 
 
-def _waiting_timeout_abort(rid: str) -> AbortReq:
-    message = "Request waiting timeout reached."
+def _timeout_abort(rid: str, kind: str) -> AbortReq:
+    message = f"Request {kind} timeout reached."
     return AbortReq(
         rid=rid,
         abort_message=message,

@@ -39,6 +39,7 @@ from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import (
     active_config,
     refuse_aligned_chunks,
+    refuse_foreign_cache,
     refuse_unsupported,
 )
 from echo_sgl.engine.step_control import StepControl
@@ -120,8 +121,9 @@ class EchoScheduler(Offers):
         )
         self.policy.planner = self.step_control.planner
         self.yields_to_priorities = self.enable_priority_preemption
-        # Else somebody of higher priority could wait for one of lower.
-        self.trades_places = not self.enable_priority_scheduling
+        # Else somebody of higher priority could wait for one of lower, or its KV would be lost.
+        keeps_kv = not (self.tree_cache.disable or self.tree_cache.supports_mamba())
+        self.trades_places = keeps_kv and not self.enable_priority_scheduling
         # SGLang then asks our adder whether a full batch can make room for a request.
         self.enable_priority_preemption = True
 
@@ -131,6 +133,7 @@ class EchoScheduler(Offers):
 
     def _bind_cache(self) -> None:
         """Let the cache know who waits for it, and the pool who ended."""
+        refuse_foreign_cache(self.tree_cache)
         allocator = self.token_to_kv_pool_allocator
         self.kv_limits = KvLimits(active_config().reserve, self.tree_cache, allocator)
         self.tree_cache.on_end = self._request_ended
@@ -142,7 +145,8 @@ class EchoScheduler(Offers):
             self.weighing = Weighing(core, allocator, self.deadline_watch, num_candidates)
 
     def _request_ended(self, req: Req, num_cached_tokens: int) -> None:
-        self._advanced_s = -math.inf  # SGLang may sleep once it has looked around
+        if not is_offline(req) or not len(self.offline_pool):
+            self._advanced_s = -math.inf  # SGLang may sleep once it has looked around
         with self.step_control.own_time:
             self.step_control.note_end(req)
             self.recording.note_end(req, self.echo_clock.now_s)
@@ -175,7 +179,8 @@ class EchoScheduler(Offers):
         own_time.begin_iteration()
         with own_time:
             requests, measured = self.echo_clock.take_ticks(recv_reqs)
-            self._rejoin(self.step_control.take_left_out())
+            if self.step_control.without_turn:
+                self._rejoin(self.step_control.take_left_out())
         super().process_input_requests(requests)
         with own_time:
             self._advance(measured)
@@ -190,8 +195,10 @@ class EchoScheduler(Offers):
             return  # soon enough with the next that are measured
         self._advanced_s = now_s
         self.step_control.observe(measured, now_s)
-        self.deadline_watch.advance(now_s, self._has_offline_work, self.running_reqs)
-        if now_s - self._forgot_s >= FORGET_EVERY_S:
+        has_looked = self.deadline_watch.advance(now_s, self._has_offline_work, self.running_reqs)
+        # Not all that comes once a second in one step.
+        forgets_after_s = FORGET_EVERY_S + (ADVANCE_EVERY_S if has_looked else 0.0)
+        if now_s - self._forgot_s >= forgets_after_s:
             self._forgot_s = now_s
             self.offline_pool.forget_ended()
             if self._floor_watch is not None:
@@ -305,17 +312,23 @@ class EchoScheduler(Offers):
         if not self.is_mixed_chunk:
             with self.step_control.own_time:
                 self.step_control.select_decodes(batch)
-        # Before SGLang retracts from those that decode.
-        while not batch.check_decode_mem() and self._retract_parked(batch):
-            pass
-        if self.step_control.without_turn and not batch.check_decode_mem():
-            self.step_control.take_back_left_out(batch)
+        if not batch.check_decode_mem():
+            self._free_for_decode(batch)
         retractions = self.step_control.counts.num_retractions
         num_before = retractions[Task.OFFLINE]
         decode_batch: ScheduleBatch | None = super().update_running_batch(batch)
         for _ in range(retractions[Task.OFFLINE] - num_before):
             self.step_control.planner.gating.note_lost()
         return decode_batch
+
+    def _free_for_decode(self, batch: ScheduleBatch) -> None:
+        """Before SGLang retracts from those that decode: who does not gives up what it holds."""
+        while not batch.check_decode_mem():
+            if not self._retract_parked(batch) and not self._set_chunk_aside():
+                break
+        self._pool_chunks_set_aside()
+        if self.step_control.without_turn and not batch.check_decode_mem():
+            self.step_control.take_back_left_out(batch)
 
     def _online_prefill_waits(self) -> bool:
         chunked_online = self.chunked_req is not None and not is_offline(self.chunked_req)

@@ -29,6 +29,19 @@ def refuse_aligned_chunks(align_tokens: int | None) -> None:
         )
 
 
+def refuse_foreign_cache(tree_cache: Any) -> None:
+    """SGLang keeps the KV of some models, as of those with sliding windows only, in another cache.
+
+    Errors: `UnsupportedEngineError`.
+    """
+    if not hasattr(tree_cache, "echo_core"):
+        raise UnsupportedEngineError(
+            f"Echo does not support this model: SGLang keeps its KV in "
+            f"{type(tree_cache).__name__}, not in its unified radix cache. "
+            f"Switch Echo off by unsetting {CONFIG_ENV}."
+        )
+
+
 def refuse_unsupported(server_args: Any, config: EchoConfig) -> None:
     """Name every server setting that offline scheduling is not built for.
 

@@ -19,7 +19,7 @@ from echo_sgl.engine.decode_control import DecodeControl, StepCounts
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
-from echo_sgl.engine.places import new_tokens, placed, queued
+from echo_sgl.engine.places import finds_its_kv, new_tokens, placed, queued
 from echo_sgl.engine.refusals import GATED, GATHERING, Reason, Refusal, limit_facts
 from echo_sgl.engine.retraction import first_out
 from echo_sgl.engine.rolling_max import RollingMax
@@ -306,7 +306,8 @@ class StepControl(DecodeControl):
 
         Who left is to wait in the queue again. None when nobody leaves.
         """
-        rid = self.planner.gives_way(queued(waiting).due_s, placed(batch.reqs))
+        able = placed(req for req in batch.reqs if finds_its_kv(req))
+        rid = self.planner.gives_way(queued(waiting).due_s, able)
         if rid is None:
             return None
         leaving = next(req for req in batch.reqs if req.rid == rid)

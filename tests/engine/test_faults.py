@@ -54,7 +54,7 @@ async def _pooled(server: Server) -> list[asyncio.Task]:
 
 
 async def _queued(server: Server) -> list[asyncio.Task]:
-    """Online requests have all slots; all that they may write fits into the pool of 8,000 tokens."""
+    """Online requests have all slots; all that they may write fits into the 8,000 tokens."""
     crowd = asyncio.create_task(
         send_all(server, [completion(f"crowd {number}", 400) for number in range(16)])
     )

@@ -42,3 +42,14 @@ def test_who_is_within_is_told_by_what_is_noted_last_once_it_was_looked_at():
     free = limits(active_tokens=CAPACITY - 10, min_tokens=10)
     free.observe(1.0, 500)
     assert free.is_within and not free.excess_tokens(2)
+
+
+def test_of_a_model_with_sliding_windows_the_layers_without_count():
+    """Its allocator speaks of the smaller pool when nobody asks for the other."""
+    cache = SimpleNamespace(evictable_size=lambda: 6000, echo_core=None)
+    allocator = SimpleNamespace(
+        size=1000, size_full=10_000, available_size=lambda: 900, full_available_size=lambda: 1500
+    )
+    one = KvLimits(ReserveConfig(predictor="off"), cache, allocator)
+    one.observe(1.0, 500)
+    assert (one.capacity_tokens, one.active_tokens, one.offline_tokens) == (10_000, 2500, 2000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import Req
 
+from echo_sgl.engine import offers
 from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.scheduler import EchoScheduler
 
@@ -62,6 +64,112 @@ def test_who_was_shed_is_offered_again_only_after_the_pass():
     one._take_back_offered(None)
     one._take_back_offered(None)
     assert pooled == [("first", True), ("second", True)]
+
+
+def between_chunks(**fields: Any) -> Any:
+    """An offline request whose prefill has begun."""
+    terms = SimpleNamespace(is_offline=True)
+    usual = {"echo_terms": terms, "to_finish": None, "return_logprob": False}
+    counts = {"inflight_middle_chunks": 1, "retraction_count": 0}
+    return SimpleNamespace(**usual | counts | {"positional_embed_overrides": None} | fields)
+
+
+class ShortOfMemory:
+    """A batch whose decodes have room once so much was given up."""
+
+    def __init__(self, needed: int) -> None:
+        self.needed, self.given = needed, []
+
+    def check_decode_mem(self) -> bool:
+        return len(self.given) >= self.needed
+
+
+@pytest.mark.parametrize(
+    ("needed", "given", "is_left"),
+    [
+        (0, [], True),
+        (1, ["parked"], True),
+        (2, ["parked", "chunk"], False),
+        (3, ["parked", "chunk"], False),  # the rest SGLang takes from those that decode
+    ],
+)
+def test_decodes_that_run_out_of_memory_take_it_from_who_does_not_decode(
+    needed, given, is_left, monkeypatch
+):
+    batch, pooled, parked = ShortOfMemory(needed), [], ["parked"]
+    monkeypatch.setattr(offers, "retract_all", lambda **given: batch.given.append("chunk"))
+    counts = SimpleNamespace(num_prefill_parks=0)
+    chunk = between_chunks()
+    one = scheduler(
+        chunked_req=chunk,
+        waiting_queue=[],
+        _parked_chunks=[],
+        _pending_chunked_abort_req=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        tree_cache=None,
+        hisparse_coordinator=None,
+        step_control=SimpleNamespace(counts=counts, without_turn=()),
+        _retract_parked=lambda batch: batch.given.append(parked.pop()) or True if parked else False,
+        _pool=lambda req, resumed: pooled.append((req, resumed)),
+    )
+    one._free_for_decode(batch)
+    assert batch.given == given
+    assert (one.chunked_req is chunk) is is_left
+    assert pooled == [(chunk, True)] * (not is_left)
+    assert counts.num_prefill_parks == len(pooled)
+
+
+@pytest.mark.parametrize(
+    ("is_disabled", "fields", "is_set_aside"),
+    [
+        (False, {}, True),
+        (True, {}, False),  # its chunks would be lost each time
+        (False, {"positional_embed_overrides": "some"}, False),
+        (False, {"to_finish": "abort"}, False),
+    ],
+)
+def test_a_prefill_yields_to_online_requests_only_where_its_chunks_are_kept(
+    is_disabled, fields, is_set_aside, monkeypatch
+):
+    monkeypatch.setattr(offers, "retract_all", lambda **given: None)
+    one = scheduler(
+        chunked_req=between_chunks(**fields),
+        waiting_queue=["online"],
+        _parked_chunks=[],
+        _pending_chunked_abort_req=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        tree_cache=SimpleNamespace(disable=is_disabled),
+        hisparse_coordinator=None,
+    )
+    one._park_offline_chunk()
+    assert (one.chunked_req is None) is is_set_aside
+
+
+def test_who_sits_out_may_run_out_of_its_time_too(monkeypatch):
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "60")
+    monkeypatch.setattr(
+        sglang_scheduler.Scheduler, "_poll_timeout_aborts", lambda self: ["another"]
+    )
+    now_s = time.perf_counter()
+
+    def parked(rid: str, since_s: float, to_finish: Any = None) -> Any:
+        stats = SimpleNamespace(forward_entry_time=since_s)
+        return SimpleNamespace(rid=rid, to_finish=to_finish, time_stats=stats)
+
+    sits_out = [
+        parked("late", now_s - 61.0),
+        parked("in time", now_s),
+        parked("known", now_s - 61.0, "abort"),
+    ]
+    one = scheduler(
+        echo_clock=SimpleNamespace(tick=lambda: []),
+        step_control=SimpleNamespace(parked=sits_out),
+    )
+    other, abort = one._poll_timeout_aborts()
+    assert (other, abort.rid) == ("another", "late")
+    assert "running timeout" in abort.finished_reason["message"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from echo_sgl.config import parse_config
 from echo_sgl.engine import install, seams
-from echo_sgl.engine.settings import refuse_aligned_chunks, refuse_unsupported
+from echo_sgl.engine.settings import refuse_aligned_chunks, refuse_foreign_cache, refuse_unsupported
 from echo_sgl.errors import UnsupportedEngineError
 
 SUPPORTED = {
@@ -102,6 +102,12 @@ def test_chunks_that_no_limit_may_cut_are_refused():
     refuse_aligned_chunks(None)
     with pytest.raises(UnsupportedEngineError, match="a multiple of 4096 tokens"):
         refuse_aligned_chunks(4096)
+
+
+def test_models_whose_kv_is_in_another_cache_are_refused():
+    refuse_foreign_cache(SimpleNamespace(echo_core=None))
+    with pytest.raises(UnsupportedEngineError, match=r"keeps its KV in int, .*Switch Echo off"):
+        refuse_foreign_cache(7)
 
 
 def test_sglangs_own_eviction_policies_stay_with_its_own_tree():
