@@ -87,7 +87,8 @@ class DecodeSelection(ABC):
         running = [one for one in left if one.is_running]
         parked = [one for one in left if not one.is_running]
         for group in (running, parked):
-            if group and fill.room and not fill.take(group):
+            was_tried = len(group) == len(candidates)  # all together, and nobody has joined since
+            if group and fill.room and (was_tried or not fill.take(group)):
                 self._extend(fill, group)
 
     @abstractmethod

@@ -61,7 +61,7 @@ class StepFill:
             return False
         contexts = [decode.context_tokens for decode in decodes]
         row = self._row_with(len(decodes), sum(contexts), max(contexts))
-        is_within = self._predict_s(row) <= min(map(self._limit_s, decodes))
+        is_within = self._predict_s(row) <= min(self._limits_of(decodes))
         if is_within:
             self._row = row
             self.chosen += decodes
@@ -75,7 +75,7 @@ class StepFill:
         """
         contexts = list(map(_CONTEXT_TOKENS, decodes))
         tokens, longest = list(accumulate(contexts)), list(accumulate(contexts, max))
-        limits_s = list(accumulate(map(self._limit_s, decodes), min))
+        limits_s = list(accumulate(self._limits_of(decodes), min))
         fitting, beyond, best = 0, min(len(decodes), self.room) + 1, self._row
         while beyond - fitting > 1:
             middle = (fitting + beyond) // 2
@@ -88,8 +88,8 @@ class StepFill:
         self.chosen += decodes[:fitting]
         return fitting
 
-    def _limit_s(self, decode: Decode) -> float:
-        return self._limits_s[decode.is_running]
+    def _limits_of(self, decodes: Sequence[Decode]) -> list[float]:
+        return [self._limits_s[decode.is_running] for decode in decodes]
 
     def _row_with(self, num_decodes: int, decode_tokens: int, longest_tokens: int) -> BatchRow:
         row = self._row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -44,10 +44,8 @@ class DeadlineWatch:
         waits; those that the rate knows already are not counted.
         """
         work_tokens = max(1, self._expected_tokens(req) - _counted(req))
-        terms = terms_of(req)
-        if math.isinf(terms.deadline_s):
-            return None, work_tokens
-        return _rounded_deadline_s(terms.deadline_s, terms.arrival_s), work_tokens
+        end_s = _end_s(req)
+        return (None if math.isinf(end_s) else end_s), work_tokens
 
     def _expected_tokens(self, req: Any) -> int:
         """Of the prompt and the answer, which is taken to be as long as answers were on average,
@@ -70,8 +68,8 @@ class DeadlineWatch:
 
     def advance(
         self, now_s: float, has_work: Callable[[], bool], running: Callable[[], Iterable[Any]]
-    ) -> None:
-        """Take in what was done, decide which job goes ahead.
+    ) -> bool:
+        """Take in what was done, decide which job goes ahead; whether all that run were looked at.
 
         At most every `ADVANCE_EVERY_S` and where work comes or ends, and what runs every
         `LOOK_EVERY_S`. `has_work`: whether offline requests wait or run; `running`: those of
@@ -79,19 +77,21 @@ class DeadlineWatch:
         """
         was_working, self._is_working = self._is_working, has_work()
         if was_working is self._is_working and now_s - self._advanced_s < ADVANCE_EVERY_S:
-            return
+            return False
         self._advanced_s = now_s
         if not self._is_working:
             self._observe(now_s)
             self._rate.pause()
             self._order.book.set_running({})
             self._looked_s = -math.inf
-            return
-        if now_s - self._looked_s >= LOOK_EVERY_S:
+            return False
+        looks = now_s - self._looked_s >= LOOK_EVERY_S
+        if looks:
             self._looked_s = now_s
-            self._look(req for req in running() if terms_of(req).is_offline)
+            self._look(running())
         self._observe(now_s)
         self.urgent_deadline_s = self._order.escalate(now_s, self.rate_tokens_per_s)
+        return looks
 
     def _observe(self, now_s: float) -> None:
         self._rate.observe(now_s, self._tokens_done)
@@ -101,8 +101,11 @@ class DeadlineWatch:
         """Count what was done of offline requests that run, and what is left of them."""
         seen = []
         for req in running:
+            if not terms_of(req).is_offline:
+                continue
             num_tokens, counted = _done_tokens(req), _counted(req)
-            req.echo_counted_tokens = max(num_tokens, counted)
+            if num_tokens > counted:
+                req.echo_counted_tokens = num_tokens
             seen.append(InWork(num_tokens, counted, *self._end_of(req)))
         num_done, left = progress(seen)
         self._tokens_done += num_done
@@ -110,18 +113,29 @@ class DeadlineWatch:
 
     def _end_of(self, req: Any) -> tuple[int, float]:
         """How many tokens a request should have in the end, and by when; 0 where it may be ever."""
-        if math.isinf((terms := terms_of(req)).deadline_s):
-            return 0, math.inf
-        deadline_s = _rounded_deadline_s(terms.deadline_s, terms.arrival_s)
-        return self._expected_tokens(req), deadline_s
+        end_s = _end_s(req)
+        return (0 if math.isinf(end_s) else self._expected_tokens(req)), end_s
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""
-        if math.isinf(terms_of(req).deadline_s):
-            return math.inf
-        deadline_s, _ = self.terms(req)
-        assert deadline_s is not None
-        return self._order.book.laxity_s(deadline_s, now_s, self.rate_tokens_per_s)
+        return self.laxities_s([req], now_s)[0]
+
+    def laxities_s(self, reqs: Sequence[Any], now_s: float) -> list[float]:
+        """Of each: those of one job share theirs, which costs as much as there are deadlines."""
+        ends_s, known = list(map(_end_s, reqs)), {math.inf: math.inf}
+        for end_s in ends_s:
+            if end_s not in known:
+                rate = self.rate_tokens_per_s
+                known[end_s] = self._order.book.laxity_s(end_s, now_s, rate)
+        return [known[end_s] for end_s in ends_s]
+
+
+def _end_s(req: Any) -> float:
+    """When a request is to be done, rounded to what is told apart; infinite without deadline."""
+    terms = terms_of(req)
+    if math.isinf(terms.deadline_s):
+        return math.inf
+    return _rounded_deadline_s(terms.deadline_s, terms.arrival_s)
 
 
 def _rounded_deadline_s(deadline_s: float, arrival_s: float) -> float:

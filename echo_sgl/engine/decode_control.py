@@ -138,20 +138,20 @@ class DecodeControl:
             self._running.advance(batch.reqs, self._now_s)
 
     def _candidates(self, running: Sequence[Req]) -> list[Decode]:
-        parked = [self._decode(req, is_running=False) for req in self.parked]
-        return [*(self._decode(req, is_running=True) for req in running), *parked]
-
-    def _decode(self, req: Req, *, is_running: bool) -> Decode:
-        terms = terms_of(req)
-        return Decode(
-            rid=req.rid,
-            context_tokens=req.seqlen,
-            uncached_tokens=uncached_tokens(req),
-            waiting_since_s=terms.waiting_since_s,
-            laxity_s=self._watch.laxity_s(req, self._now_s),
-            is_running=is_running,
-            sequence=req.echo_sequence,
-        )
+        reqs = [*running, *self.parked]
+        laxities_s = self._watch.laxities_s(reqs, self._now_s)
+        return [
+            Decode(
+                rid=req.rid,
+                context_tokens=req.seqlen,
+                uncached_tokens=uncached_tokens(req),
+                waiting_since_s=terms_of(req).waiting_since_s,
+                laxity_s=laxity_s,
+                is_running=index < len(running),
+                sequence=req.echo_sequence,
+            )
+            for index, (req, laxity_s) in enumerate(zip(reqs, laxities_s, strict=True))
+        ]
 
     def _park(self, batch: ScheduleBatch, leaving: Sequence[Req]) -> None:
         if not leaving:

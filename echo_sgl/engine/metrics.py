@@ -140,11 +140,14 @@ class SchedulerMetrics:
         # Work that came and went between two refreshes counts, too.
         has_settled = self._was_busy and not is_busy
         self._was_busy = is_busy
-        if now_s >= self._next_steps_s or has_settled:
+        counts = now_s >= self._next_steps_s or has_settled
+        if counts:
             self._next_steps_s = now_s + STEPS_PUBLISH_INTERVAL_S
             self._steps.observe(control)
             self._cache.count_ends()
-        if now_s < self._next_publish_s and not has_settled:
+        # Not both in one step, as long as it need not be.
+        waits_s = STEPS_PUBLISH_INTERVAL_S if counts else 0.0
+        if now_s < self._next_publish_s + waits_s and not has_settled:
             return
         self._next_publish_s = now_s + POOL_PUBLISH_INTERVAL_S
         self._pool_requests.set(len(pool))

@@ -71,8 +71,10 @@ class ParkedDecodes:
 
     def _take(self, indices: Sequence[int]) -> ScheduleBatch:
         assert self._batch is not None
-        taken = _split(self._batch, indices)
-        self._forget_if_empty()
+        if len(indices) == len(self):
+            taken, self._batch = self._batch, None
+        else:
+            taken = _split(self._batch, indices)
         return taken
 
     def _forget_if_empty(self) -> None:

@@ -75,6 +75,14 @@ class Roster:
             sums = self._sums[part] = Contexts.of(list(self._contexts[part].values()))
         return sums.longer(self._num_grown)
 
+    def contexts_of(self, reqs: Iterable[Req]) -> Contexts | None:
+        """Of these; None if one of them is not here."""
+        known = self._contexts[Part.ONLINE] | self._contexts[Part.OFFLINE]
+        known |= self._contexts[Part.LEAVING]
+        tokens = [known.get(id(req)) for req in reqs]
+        found = [num for num in tokens if num is not None]
+        return Contexts.of(found).longer(self._num_grown) if len(found) == len(tokens) else None
+
     def reqs_of(self, part: Part) -> list[Req]:
         """In the order in which they came."""
         return [self._held[key][0] for key in self._contexts[part]]

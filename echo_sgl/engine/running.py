@@ -129,12 +129,14 @@ class Running:
             self.decode_due_s += tokens * self._tpot_s
 
     def row_of(self, reqs: Sequence[Req]) -> BatchRow | None:
-        """The step that decodes these and nothing else; None if they are others by now."""
-        if not self.are(reqs) or not self._num_reqs:
+        """The step that decodes these and nothing else; None if one is not known, or none is."""
+        if self.are(reqs):
+            known: Contexts | None = self._all.longer(self._tokens_since)
+        else:
+            known = self._roster.contexts_of(reqs)
+        if known is None or not known.num:
             return None
-        num, tokens, longest, _ = self._all
-        since = self._tokens_since
-        return BatchRow(0, 0, 0, 0, num, tokens + since * num, longest + since)
+        return BatchRow(0, 0, 0, 0, known.num, known.tokens, known.longest)
 
     @property
     def length_bucket(self) -> int | None:

@@ -88,6 +88,9 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
         assert running.decode_due_s == pytest.approx(fresh.decode_due_s)
         assert running.endings == fresh.endings
         assert running.row_of(reqs) == decode_row([req.seqlen for req in reqs])
+        some = reqs[::2]  # the others were parked since
+        assert running.row_of(some) == decode_row([req.seqlen for req in some])
+        assert running.row_of([*some, decoding(Task.OFFLINE)]) is None
         if rng.random() < 0.8:  # else the step prefilled, and these got nothing
             step(reqs)
 
