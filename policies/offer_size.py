@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import TypeVar
 
 # Enough to fill any prefill step whose prompts are mostly cached, and a constant per step.
 MAX_OFFERED = 64
+# A pass looks at no more of those that could not start now.
+MAX_ASIDE = 64
 # A pass that starts none moves what is expected a sixteenth of the way.
 PASSES = 16
+
+
+T = TypeVar("T")
+
+
+def in_line(line: Iterable[T], limit: int, fits: Callable[[T], bool]) -> list[T]:
+    """The first `limit` of those that fit, past `MAX_ASIDE` others at most.
+
+    If nobody fits, the first in line. Source: ours.
+    """
+    chosen: list[T] = []
+    aside: list[T] = []
+    for one in islice(line, limit + MAX_ASIDE):
+        if len(chosen) == limit:
+            break
+        (chosen if fits(one) else aside).append(one)
+    return chosen or aside[:limit]
 
 
 class OfferSize:

@@ -17,6 +17,8 @@ COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
 INPUT_FIELDS = {CHAT_URL: "messages", COMPLETIONS_URL: "prompt", EMBEDDINGS_URL: "input"}
+CHAT_ANSWER_TOKENS = 256  # taken for granted: SGLang lets it fill the context
+COMPLETION_ANSWER_TOKENS = 16  # SGLang's own limit, as OpenAI's
 _MAX_SHOWN_CHARS = 80
 
 
@@ -43,6 +45,13 @@ class LineError(ValueError):
         super().__init__(message)
         self.code = code
         self.param = param
+
+
+def answer_limits(url: str) -> tuple[tuple[str, ...], int]:
+    """The fields that bound an answer there, the first one given counts; and its tokens without."""
+    if url == COMPLETIONS_URL:
+        return ("max_tokens",), COMPLETION_ANSWER_TOKENS
+    return ("max_completion_tokens", "max_tokens"), CHAT_ANSWER_TOKENS
 
 
 def parse_line(raw: bytes) -> BatchLine:

@@ -10,11 +10,10 @@ from typing import Any
 
 import orjson
 
-from echo_sgl.batches.lines import CHAT_URL, INPUT_FIELDS, BatchLine
+from echo_sgl.batches.lines import CHAT_URL, INPUT_FIELDS, BatchLine, answer_limits
 
 CHUNK_BYTES = 64
 BYTES_PER_TOKEN = 4
-DEFAULT_OUTPUT_TOKENS = 256
 MAX_PART_TOKENS = 1500  # about what a model makes of a picture of a megapixel
 MAX_OUTPUT_TOKENS = 10_000_000  # no context is longer; the engine refuses what asks for more
 _NAMESPACE_FIELDS = ("lora_path", "extra_key", "cache_salt")
@@ -52,12 +51,13 @@ def estimated_tokens(line: BatchLine, prompt_size_bytes: int) -> int:
 
     Of an image or a sound, whose bytes say little of that, at most `MAX_PART_TOKENS`.
     """
-    for name in ("max_completion_tokens", "max_tokens"):
+    names, usual_tokens = answer_limits(line.url)
+    for name in names:
         limit = line.body.get(name)
         if isinstance(limit, int) and limit > 0:
             break
     else:
-        limit = DEFAULT_OUTPUT_TOKENS
+        limit = usual_tokens
     text_bytes = prompt_size_bytes - sum(map(_excess_bytes, _parts(line)))
     return text_bytes // BYTES_PER_TOKEN + 1 + min(limit, MAX_OUTPUT_TOKENS)
 

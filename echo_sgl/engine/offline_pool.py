@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
+from echo_sgl.policies.offer_size import in_line
 from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.types import PendingRequest
-
-# A pass looks at no more of those that could not start now.
-MAX_ASIDE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -104,18 +102,9 @@ class OfflinePool:
         return [one.req for one in waiting]
 
     def upcoming_that_fit(self, limit: int, fits: Callable[[Any], bool]) -> list[Any]:
-        """The same without those that could not start now if nobody else ran.
-
-        Only the first `MAX_ASIDE` of these are passed over. If nobody fits, those in line.
-        """
-        chosen: list[Any] = []
-        aside: list[Any] = []
+        """The same without those that could not start now if nobody else ran, see `in_line`."""
         line: Iterator[Any] = self._order.upcoming()
-        for waiting in islice(line, limit + MAX_ASIDE):
-            if len(chosen) == limit:
-                break
-            (chosen if fits(waiting.req) else aside).append(waiting.req)
-        return chosen or aside[:limit]
+        return in_line((waiting.req for waiting in line), limit, fits)
 
     def take(self, req: Any) -> None:
         """Remove a request because it starts."""

@@ -11,13 +11,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from echo_sgl.batches.lines import EMBEDDINGS_URL
+from echo_sgl.batches.lines import EMBEDDINGS_URL, answer_limits
 from echo_sgl.sim.trace_files import MAX_TOKENS, TraceFileError
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
 
 CHARS_PER_TOKEN = 4
-DEFAULT_OUTPUT_TOKENS = 256
 EMBEDDING_OUTPUT_TOKENS = 1
 MAX_JOB_LINES = 1_000_000
 
@@ -125,14 +124,15 @@ def _piece(value: object) -> str:
 def _most_tokens(path: Path, number: int, row: dict[str, Any]) -> int:
     if row.get("url") == EMBEDDINGS_URL:
         return EMBEDDING_OUTPUT_TOKENS
-    for name in ("max_completion_tokens", "max_tokens"):
+    names, usual_tokens = answer_limits(str(row.get("url")))
+    for name in names:
         most = row["body"].get(name)
         if most is None:
             continue
         if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= MAX_TOKENS:
             raise TraceFileError(
                 f"jobs {path}, line {number}: {name} is {most!r:.60}; it must be a whole number "
-                f"from 0 to {MAX_TOKENS:,}, or left out for {DEFAULT_OUTPUT_TOKENS}"
+                f"from 0 to {MAX_TOKENS:,}, or left out for {usual_tokens}"
             )
         return max(1, most)
-    return DEFAULT_OUTPUT_TOKENS
+    return usual_tokens

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count, islice
+from itertools import count
 
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.deadlines import LOOK_EVERY_S, MEAN_WEIGHT, InWork, RateMeter, progress
+from echo_sgl.policies.offer_size import in_line
 from echo_sgl.policies.offline_order import PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.sim.workload import SimRequest
@@ -76,9 +77,10 @@ class SimOfflinePool:
         weight = 1.0 if mean is None else MEAN_WEIGHT
         self._mean_output_tokens = (mean or 0.0) + weight * (request.num_outputs - (mean or 0.0))
 
-    def upcoming(self, limit: int) -> list[SimRequest]:
-        """The next in the policy's order; they stay."""
-        return [self._waiting[one.rid][0] for one in islice(self._order.upcoming(), limit)]
+    def upcoming(self, limit: int, most_tokens: int) -> list[SimRequest]:
+        """The next in the policy's order that need no more than so much; they stay."""
+        waiting = (self._waiting[one.rid][0] for one in self._order.upcoming())
+        return in_line(waiting, limit, lambda one: one.needed_tokens <= most_tokens)
 
     def advance(self, now_s: float, running: Callable[[], Iterable[SimRequest]]) -> None:
         """Measure the rate, let a late job go ahead. `running`: offline requests that hold KV."""

@@ -42,6 +42,7 @@ class PrefillPass:
         self._planned_offline_tokens = 0
         self._offline_left = self._offline_most()
         self._prefills: list[tuple[SimRequest, int, int]] = []
+        self._in_line: SimRequest | None = None
         self._is_full = False
 
     def run(self) -> StepPlan | None:
@@ -56,6 +57,9 @@ class PrefillPass:
         num_started = self._add_offline_of(offered) if self._add_online() else 0
         if offered:
             scheduler.offer_size.note(num_started, len(offered))
+            in_line = self._in_line
+            if num_started and in_line is not None and in_line not in offered[:num_started]:
+                in_line.num_passed_over += 1
             self._note_pass(num_started)
         if set_aside is not None:
             scheduler.pool.add(set_aside, resumed=True)
@@ -98,7 +102,8 @@ class PrefillPass:
             limit = min(limit, offline.max_running_requests - scheduler.num_offline)
             if limit <= 0:
                 self._planner.gathering.note_pass(BatchShape(), is_full=True)
-        offered = scheduler.pool.upcoming(scheduler.num_worth_starting(max(0, limit)))
+        limit = scheduler.num_worth_starting(max(0, limit))
+        offered = scheduler.pool.upcoming(limit, scheduler.offline_limit_tokens(1))
         if scheduler.config.echo.cache.order == "stock":
             return offered  # SGLang's own tree does not tell what weighing asks
         return self._weighed(offered, steps.candidates)
@@ -118,9 +123,8 @@ class PrefillPass:
         bucket = mean_bucket(sum(map(len, running)), sum(one.seq_tokens for one in running))
         ranked = rank(candidates, BatchShape(), self._planner.estimator.upper, bucket=bucket)
         places = {rid: place for place, rid in enumerate(ranked)}
-        first = head[0]
+        self._in_line = head[0]
         head.sort(key=lambda one: (one.num_passed_over < MAX_PASSED_OVER, places[one.rid]))
-        first.num_passed_over += head[0] is not first
         return [*head, *offered[len(head) :]]
 
     def _candidate(self, request: SimRequest, victims: Victims) -> Candidate:
@@ -211,6 +215,7 @@ class PrefillPass:
                 self._is_full = is_full or verdict is Verdict.RESERVED
                 return num_started
             scheduler.pool.take(request)
+            request.needed_tokens = 0
         return len(offered)
 
     def _is_held_back(self, request: SimRequest) -> bool:
@@ -223,7 +228,10 @@ class PrefillPass:
         planned = self._planned_offline_tokens + int(growth)
         num_offline = scheduler.num_offline + (self._planned_offline_tokens > 0) + 1
         limit_tokens = scheduler.offline_limit_tokens(num_offline)
-        return scheduler.offline_tokens + planned + new > limit_tokens
+        is_held_back = scheduler.offline_tokens + planned + new > limit_tokens
+        if is_held_back:
+            request.needed_tokens = new
+        return is_held_back
 
     def _prefix_is_being_computed(self, request: SimRequest, prefix_tokens: int) -> bool:
         """Whether a neighbour computes now what this one would: one step later it is a hit."""

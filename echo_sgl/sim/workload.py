@@ -44,6 +44,7 @@ class SimRequest:
         "is_offline",
         "joined_step",
         "max_new_tokens",
+        "needed_tokens",
         "node",
         "num_passed_over",
         "number",
@@ -83,6 +84,7 @@ class SimRequest:
         self.was_set_aside = False
         self.group: DecodeClock | None = None
         self.joined_step = self.ticket = self.outputs_at_join = self.num_passed_over = 0
+        self.needed_tokens = 0  # when the reserve held it back last; 0 if it started since
         self.node: object | None = None
         self.prefix_tokens = self.protected_tokens = self.computed_tokens = 0
         self.counted_tokens = 0

@@ -5,7 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.policies.offer_size import MAX_OFFERED, OfferSize
+from echo_sgl.policies.offer_size import MAX_ASIDE, MAX_OFFERED, OfferSize, in_line
+
+
+def test_who_could_not_start_is_passed_over_but_not_for_ever() -> None:
+    large = range(1, MAX_ASIDE + 2)  # they fit no more; who is behind them waits
+    assert in_line(range(10), 3, lambda one: one % 2 == 0) == [0, 2, 4]
+    assert in_line([*large, 0], 2, lambda one: one == 0) == [0]
+    assert in_line([*large, -1, -2, 0], 1, lambda one: one == 0) == [1]
+    assert in_line([7, 8, 9], 2, lambda one: False) == [7, 8]
+    assert in_line(iter([1]), 0, lambda one: True) == []
 
 
 def test_the_first_passes_are_offered_all_that_could_start() -> None:

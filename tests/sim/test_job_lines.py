@@ -89,6 +89,15 @@ def test_assumed_answers_are_shorter_than_what_is_planned_with(tmp_path: Path) -
     assert list(trace.allowed_tokens) == [4096, 30, 256]
 
 
+def test_a_completion_without_a_limit_is_as_short_as_sglang_makes_it(tmp_path: Path) -> None:
+    """It knows no `max_completion_tokens` there."""
+    lines = [
+        json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", **body}})
+        for body in ({}, {"max_completion_tokens": 9}, {"max_tokens": 7})
+    ]
+    assert list(read_job_lines(written(tmp_path, *lines)).output_tokens) == [16, 16, 7]
+
+
 @pytest.mark.parametrize(
     ("limits", "tokens"),
     [

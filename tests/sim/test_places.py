@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from array import array
+
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server import simulate
 from tests.sim.workloads import SLO, offline_trace, online_trace, server
@@ -29,3 +32,15 @@ def test_without_promises_and_without_margin_everybody_keeps_its_place() -> None
     online = online_trace(NUM_ONLINE, rate_rps=4.0)
     for sections in ({"slo": {}}, {**SLO, "steps": {"ttft_margin": 0.0}}):
         assert not simulate(server(sections, max_running_requests=4), online).num_given_places
+
+
+def test_a_line_that_the_reserve_could_not_let_in_alone_holds_nobody_up() -> None:
+    """As in the engine, whose passes go past it."""
+    lines = offline_trace(40, num_prefixes=4)
+    prompts = array("q", (16_000, *lines.prompt_tokens[1:]))
+    blocks = [array("q", range(7 * 10**7, 7 * 10**7 + 250)), *lines.blocks[1:]]
+    job = dataclasses.replace(lines, prompt_tokens=prompts, blocks=blocks)
+    reserve = {"predictor": "off", "min_tokens": 5000}
+    config = server({"offline": {"order": "fcfs"}, "reserve": reserve}, kv_tokens=20_000)
+    results = simulate(config, online_trace(1, rate_rps=1.0), job, until_s=60.0)
+    assert results.offline_done == 39
