@@ -12,6 +12,7 @@ from scipy.optimize import nnls  # type: ignore[import-untyped]
 from echo_sgl.batch_shape import BatchRow, FloatArray, StepKind
 
 MIN_SAMPLES = 10
+MAX_ITERATIONS = 30  # of the solver, for each column
 BLOCK_ROWS = 512
 
 
@@ -133,11 +134,19 @@ def _relative_triangle(features: Sequence[Any], times_s: FloatArray) -> Any:
 
 
 def _solved(triangle: Any) -> tuple[list[float], float]:
-    """Coefficients >= 0 that make the last column of the others, and what is left of it."""
+    """Coefficients >= 0 that make the last column of the others, and what is left of it.
+
+    Errors: `ValueError` when they are not found, as may be among columns that are nearly the same.
+    """
     scales = np.linalg.norm(triangle, axis=0)
     scales[scales == 0] = 1.0
     scaled = triangle / scales
-    coefficients, error = nnls(scaled[:, :-1], scaled[:, -1])
+    try:
+        coefficients, error = nnls(
+            scaled[:, :-1], scaled[:, -1], maxiter=MAX_ITERATIONS * len(scales)
+        )
+    except RuntimeError as failure:
+        raise ValueError(f"these steps cannot be fitted: {failure}") from failure
     return [float(one) for one in coefficients * scales[-1] / scales[:-1]], float(error)
 
 

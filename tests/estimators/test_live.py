@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind
+from echo_sgl.estimators import samples
 from echo_sgl.estimators.batch_time import longest_prefill
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.conformal import Evidence
@@ -114,6 +115,18 @@ def test_a_step_that_was_asked_about_is_asked_anew_after_a_refit():
     after_s = live.predict_s(row)
     live.predict_s(BatchRow(0, 0, 0, 0, 1, 9, 9))  # whatever was remembered is not any more
     assert live.predict_s(row) == after_s
+
+
+def test_a_fit_that_does_not_converge_keeps_the_model_and_says_why(monkeypatch):
+    def give_up(*given, **bounds):
+        raise RuntimeError("Maximum number of iterations reached.")
+
+    monkeypatch.setattr(samples, "nnls", give_up)
+    live = LiveBatchTime(true_model("pooled"), refit_steps=50)
+    play(live, true_model("pooled"), 60)
+    assert (live.num_refusals, live.num_refits) == (1, 0)
+    assert live.last_refusal is not None and "Maximum number" in live.last_refusal
+    assert live.model.coefficients_ == true_model("pooled").coefficients_
 
 
 def test_a_fit_that_is_refused_keeps_the_model_and_says_why():
