@@ -282,6 +282,11 @@ def _resolve_limit(config: EchoConfig) -> EchoConfig:
     if steps.limit == "auto":
         limit = "slack" if has_slo else "relative"
         return dataclasses.replace(config, steps=dataclasses.replace(steps, limit=limit))
+    if steps.limit == "budget" and not steps.budget_s:
+        raise ConfigError(
+            "steps.budget_s is 0.0 with steps.limit 'budget'; it must be above 0, or nothing ever "
+            "runs beside online requests. `echo-sgl budget` finds the largest that keeps an SLO"
+        )
     if steps.limit == "slack" and not has_slo:
         raise ConfigError(
             f"steps.limit is 'slack', which needs both promises, but slo.ttft_s is {slo.ttft_s} "

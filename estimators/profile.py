@@ -31,7 +31,8 @@ class Profile:
     8601; `errors` were measured on steps that the fit did not see. `largest_step`: the highest
     value of each column of `BatchRow` among the measured steps. `host`: what the server takes
     beside its device. `num_ranks` devices share each layer (tensor parallel), whose weights are of
-    the type and quantization `weights`. All of these are None in older files.
+    the type and quantization `weights` and of the sizes `transformer`, per rank. All of these are
+    None in older files.
     """
 
     device: str
@@ -45,6 +46,7 @@ class Profile:
     host: HostTime | None = None
     num_ranks: int | None = None
     weights: str | None = None
+    transformer: dict[str, int] | None = None
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -98,6 +100,7 @@ def load_profile(
     model: str,
     num_ranks: int | None = None,
     weights: str | None = None,
+    transformer: Mapping[str, int] | None = None,
     force: bool = False,
 ) -> Profile:
     """Read a profile for this device and language model; `force` takes one for others too.
@@ -118,7 +121,8 @@ def load_profile(
         if not force:
             _require_same("device", profile.device, device)
             _require_same("model", profile.model, model)
-            for field, here in (("num_ranks", num_ranks), ("weights", weights)):
+            known = {"num_ranks": num_ranks, "weights": weights, "transformer": transformer}
+            for field, here in known.items():
                 measured = getattr(profile, field)
                 if None not in (measured, here):
                     _require_same(field, measured, here)
@@ -186,6 +190,7 @@ def _parse(table: _Table) -> Profile:
         host=_host(table.table("host")) if "host" in table else None,
         num_ranks=table.take("num_ranks", int) if "num_ranks" in table else None,
         weights=table.take("weights", str) if "weights" in table else None,
+        transformer=table.table("transformer").all(int) if "transformer" in table else None,
     )
     table.close()
     return profile

@@ -111,6 +111,7 @@ def test_switches_and_texts_are_taken_as_they_are():
         ({"offline": {"max_pool_requests": 0}}, "allowed is 1 to 1000000"),
         ({"cache": {"order": "mru"}}, "allowed are auto, next-use, echo, lru, stock"),
         ({"steps": {"limit": "slack"}}, "needs both promises, but slo.ttft_s is 0.0"),
+        ({"steps": {"limit": "budget", "budget_s": 0}}, "steps.budget_s is 0.0 .* above 0"),
         ({"steps": {"park": 1}}, "steps.park is 1; allowed are true, false"),
         ({"steps": {"max_inflation": 0.9}}, "allowed is 1.0 to 1000.0"),
         ({"estimator": {"profile": 3}}, "estimator.profile is 3; it must be a text"),

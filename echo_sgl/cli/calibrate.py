@@ -51,6 +51,7 @@ def calibrate(
     from rich.console import Console
 
     from echo_sgl.cli.calibration import Driver, fit_all, wait_until_up
+    from echo_sgl.cli.steps import StepsError
     from echo_sgl.cli.url import server_root
     from echo_sgl.errors import ConfigError
     from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS
@@ -70,7 +71,13 @@ def calibrate(
         )
     if not driver.forget_traffic():
         console.print(TRAFFIC_WARNING, highlight=False)
-    calibration = fit_all(samples, driver.server, seed=seed, host=driver.host_time())
+    try:
+        calibration = fit_all(samples, driver.server, seed=seed, host=driver.host_time())
+    except ValueError as error:
+        raise StepsError(
+            f"the steps that were measured cannot be fitted: {error}. Measure for longer "
+            "(--seconds), or a server that runs several requests at a time"
+        ) from error
     Console().print(error_table(calibration))
     if calibration.host is not None:
         typer.echo(host_line(calibration.host))

@@ -97,6 +97,7 @@ class Calibration:
             host=self.host,
             num_ranks=self.server.get("num_ranks"),
             weights=self.server.get("weights"),
+            transformer=self.server.get("transformer"),
         )
 
 
@@ -116,7 +117,8 @@ def grid(server: dict[str, Any], rng: random.Random) -> Iterator[Wave]:
         cached = _length(rng, longest)
         yield Wave(((cached, _length(rng, max(1, longest - cached)), 1),))
         together = rng.randint(2, 8)
-        yield Wave(tuple((0, _length(rng, chunk // together + 1), 1) for _ in range(together)))
+        each = max(1, min(most, min(chunk, pool_tokens) // together + 1))
+        yield Wave(tuple((0, _length(rng, each), 1) for _ in range(together)))
         batch = min(running, 2 ** rng.randint(0, 6))
         context = max(1, min(longest, pool_tokens // batch - DECODE_TOKENS))
         yield Wave(

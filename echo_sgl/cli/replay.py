@@ -265,8 +265,12 @@ async def _online(
                     last_s = time.monotonic()
                     first_s = min(first_s, last_s)
                     num_tokens = _num_tokens(line)
-        ttft_s = first_s - due_s
-        tpot_s = (last_s - first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+                    # What came in time did so, also when the answer's end is not waited for.
+                    ttft_s = first_s - due_s
+                    if num_tokens > 1:
+                        tpot_s = (last_s - first_s) / (num_tokens - 1)
+        if num_tokens < 2:
+            tpot_s = 0.0
     finally:
         outcome.ttfts_s.append(ttft_s)
         if body["sampling_params"]["max_new_tokens"] > 1:

@@ -44,7 +44,8 @@ def create_live_batch_time(config: EchoConfig, server: dict[str, Any]) -> LiveBa
 def _profile(config: EchoConfig, server: dict[str, Any]) -> Profile:
     path = config.estimator.profile
     is_forced = os.environ.get(FORCE_PROFILE_ENV, "0") not in ("", "0")
-    facts = {name: server[name] for name in ("device", "model", "num_ranks", "weights")}
+    names = ("device", "model", "num_ranks", "weights", "transformer")
+    facts = {name: server[name] for name in names}
     profile = load_profile(path, **facts, force=is_forced)
     # A promise that even the shortest prompt breaks is none.
     floor = slo_floor(_here(profile.estimator, server), prompt_tokens=1)

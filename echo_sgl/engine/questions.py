@@ -76,8 +76,9 @@ def recording_state(scheduler: EchoScheduler, question: str) -> dict[str, Any]:
     """Requests that ended; `question`: the recording's id, "/", where each replica goes on."""
     recording, _, after = question.partition("/")
     numbers = dict(part.split(":") for part in after.split(",") if part)
-    number = int(numbers.get(str(_replica()), 0))
-    return scheduler.recording.since(recording, number, scheduler.echo_clock.now_s)
+    number = numbers.get(str(_replica()))
+    now_s = scheduler.echo_clock.now_s
+    return scheduler.recording.since(recording, None if number is None else int(number), now_s)
 
 
 def budget_problem(limit: str, budget_s: object) -> str | None:

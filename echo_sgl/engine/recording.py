@@ -72,13 +72,16 @@ class RecordingLog:
         while len(self._ended) > CAPACITY or self._num_blocks > MAX_BLOCKS_KEPT:
             self._num_blocks -= len(self._ended.popleft().blocks)
 
-    def since(self, recording: str, number: int, now_s: float) -> dict[str, Any]:
+    def since(self, recording: str, number: int | None, now_s: float) -> dict[str, Any]:
         """What ended from the `number`th request on, and the number to ask for next.
 
+        Whoever begins (None) gets nothing: what is kept was noted for somebody else's recording.
         `num_lost`: requests in between that are not kept. `log`: another one in each process;
         a number from one log means nothing in another.
         """
         self._listens_until_s = now_s + LISTEN_S
+        if number is None:
+            number = self._num_ended
         found = [one for one in self._ended if one.number >= number]
         key = hashlib.blake2b(recording.encode(), key=self._key).digest()
         rows = [

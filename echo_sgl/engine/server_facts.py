@@ -30,7 +30,7 @@ def server_facts(scheduler: Any) -> dict[str, Any]:
         "chunked_prefill_tokens": scheduler.chunked_prefill_size or 0,
         "is_mixed_chunk": bool(scheduler.is_mixed_chunk),
         "vocab": model_config.vocab_size,
-        "transformer": _transformer(model_config, scheduler.server_args.tp_size),
+        "transformer": transformer_sizes(model_config, scheduler.server_args.tp_size),
         "captured_batch_sizes": captured_batch_sizes(scheduler.tp_worker.model_runner),
     }
 
@@ -61,10 +61,11 @@ def _processor_name() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _transformer(model_config: Any, num_ranks: int) -> dict[str, int] | None:
+def transformer_sizes(model_config: Any, num_ranks: int) -> dict[str, int] | None:
     hf = model_config.hf_text_config
     intermediate = getattr(hf, "intermediate_size", None)
-    if not intermediate or not model_config.num_attention_heads:
+    # Some models have a list of them, layer by layer.
+    if not isinstance(intermediate, int) or not (intermediate and model_config.num_attention_heads):
         return None
     return {
         "num_layers": model_config.num_hidden_layers,

@@ -56,6 +56,17 @@ IDLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(("context", "pool"), [(2048, 100_000), (1024, 3000), (40_000, 4000)])
+def test_chunks_larger_than_a_request_may_be_are_not_filled(context, pool):
+    """SGLang sets the chunk by the device's memory, whatever the model's context."""
+    limits = {"max_context_tokens": context, "max_total_tokens": pool}
+    server = SERVER | limits | {"chunked_prefill_tokens": 8192}
+    for wave in itertools.islice(grid(server, random.Random(0)), 400):
+        assert wave.num_tokens <= pool
+        for cached, new, generated in wave.requests:
+            assert wave.shared_tokens + cached + new + generated <= context
+
+
 def test_every_wave_of_the_grid_fits_the_server():
     waves = list(itertools.islice(grid(SERVER, random.Random(0)), 400))
     contexts = []

@@ -12,7 +12,7 @@ import pytest
 from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import CALIBRATE_ENV, FORCE_PROFILE_ENV, EchoConfig, parse_config
 from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
-from echo_sgl.engine.server_facts import captured_batch_sizes
+from echo_sgl.engine.server_facts import captured_batch_sizes, transformer_sizes
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.profile import Profile, save_profile
 from eval.models import demo_model
@@ -205,3 +205,23 @@ def test_a_server_with_the_profile_of_another_machine_ends_and_says_why(profile,
     log = log_path.read_text()
     assert "device is 'some device' and this server's is" in log
     assert "use the profile anyway with --force-profile" in log
+
+
+def test_a_model_whose_layers_differ_has_no_single_size():
+    """As Gemma 3n has one intermediate size for each layer."""
+    dtype = SimpleNamespace(itemsize=2)
+    sizes = {"num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 8}
+    model = SimpleNamespace(**sizes, num_key_value_heads=4, vocab_size=500, dtype=dtype)
+    model.hf_text_config = SimpleNamespace(intermediate_size=[128, 256])
+    assert transformer_sizes(model, 2) is None
+    model.hf_text_config = SimpleNamespace(intermediate_size=128)
+    assert transformer_sizes(model, 2) == {
+        "num_layers": 2,
+        "hidden": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "intermediate": 64,
+        "vocab": 250,
+        "dtype_bytes": 2,
+        "head_dim": 8,
+    }

@@ -46,6 +46,15 @@ def test_nothing_is_noted_until_somebody_asks_and_after_they_left() -> None:
     assert len(log.since(ONE, 0, now_s=300.0)["rows"]) == 1
 
 
+def test_who_begins_gets_nothing_that_was_noted_for_others() -> None:
+    log = listening()
+    log.note_end(ended([1, 2]), 101.0)
+    answer = log.since(OTHER, None, now_s=101.0)
+    assert (answer["rows"], answer["next"], answer["num_lost"]) == ([], 1, 0)
+    log.note_end(ended([3, 4]), 102.0)
+    assert len(log.since(OTHER, answer["next"], now_s=102.0)["rows"]) == 1
+
+
 def test_a_row_has_times_and_lengths() -> None:
     log = listening()
     log.note_end(ended(list(range(100))), 101.0)

@@ -154,6 +154,18 @@ def test_a_file_that_is_not_json_is_refused(tmp_path, text):
         load(path)
 
 
+def test_a_profile_of_a_model_of_other_sizes_under_the_same_name_is_refused(tmp_path, saved):
+    """Servers find their models in one folder, whichever it is today."""
+    sizes = {"num_layers": 32, "hidden": 4096}
+    assert load(saved, transformer=sizes).transformer is None
+    save_profile(replace(profile_of(true_model("pooled", CAPTURED)), transformer=sizes), saved)
+    assert load(saved, transformer=dict(sizes)).transformer == sizes
+    assert load(saved).transformer == load(saved, transformer=None).transformer == sizes
+    with pytest.raises(ConfigError, match=r"transformer is .*32.* and this server's is .*40"):
+        load(saved, transformer=sizes | {"num_layers": 40})
+    assert load(saved, transformer=sizes | {"num_layers": 40}, force=True).transformer == sizes
+
+
 @pytest.mark.parametrize("text", ["[]", "null", "3"])
 def test_a_file_that_holds_no_table_is_refused(tmp_path, text):
     path = tmp_path / "profile.json"
