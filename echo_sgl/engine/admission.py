@@ -215,7 +215,10 @@ class EchoPrefillAdder(PrefillAdder):
             self.control.refuse_for_time(
                 req.rid, self.shape, max_tokens=most, cached=_cached_tokens(req)
             )
-            return AddReqResult.OTHER
+            # Where no prompt may be cut, a shorter one behind it may fit. SGLang takes a recurrent
+            # state back only where its loop ends.
+            goes_on = whole_or_nothing and not self.tree_cache.supports_mamba()
+            return AddReqResult.CONTINUE if goes_on else AddReqResult.OTHER
         before = self.rem_input_tokens
         result = self._add_chunk(req, allowed, has_chunked_req, truncation_align_size)
         self._charge_offline(before - self.rem_input_tokens)

@@ -43,7 +43,7 @@ def test_an_offline_request_that_is_to_end_is_not_held_back(to_finish, path):
 
 def request(num_tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
-        prefix_len=0, host_hit_length=0, full_untruncated_fill_ids=range(num_tokens)
+        rid="a", prefix_len=0, host_hit_length=0, full_untruncated_fill_ids=range(num_tokens)
     )
 
 
@@ -63,6 +63,26 @@ def test_who_would_be_cut_waits_for_the_request_between_chunks(
 ):
     one = adder(left=left, limit_tokens=limit_tokens, page_size=page_size)
     assert one._add_online(request(200), True, None) is result
+
+
+@pytest.mark.parametrize(
+    ("left", "need", "has_states", "result"),
+    [
+        (512, 200, False, "added"),  # cut to what fits
+        (None, 80, False, "added"),
+        (None, 200, False, AddReqResult.CONTINUE),
+        (None, 200, True, AddReqResult.OTHER),
+    ],
+)
+def test_where_no_prompt_may_be_cut_a_shorter_one_gets_its_chance(left, need, has_states, result):
+    one = adder(left=left, limit_tokens=100)
+    one.tree_cache = SimpleNamespace(supports_mamba=lambda: has_states)
+    one.control.planner.offline_chunk_tokens = one.control.planner.online_chunk_tokens
+    one.control.planner.view = SimpleNamespace(is_present=True)
+    one.control.refuse_for_time = lambda *args, **facts: None
+    one.rem_input_tokens = 1000
+    one._add_chunk = lambda *args: "added"
+    assert one._add_within_limit(request(need), False, None) == result
 
 
 def test_without_one_between_chunks_a_request_may_be_cut():
