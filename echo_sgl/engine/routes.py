@@ -7,8 +7,9 @@ import sys
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -37,12 +38,21 @@ def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: A
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(OfflineTurns)
-    http_server.app.include_router(_router(Replicas(tokenizer_manager)))
+    put_routes(http_server.app, Replicas(tokenizer_manager))
     try:
         add_to_server(http_server.app, server_args, tokenizer_manager)
     except EchoError as error:
         sys.exit(f"echo-sgl: {error}")
     start_calibration(server_args)
+
+
+def put_routes(app: FastAPI, replicas: Replicas) -> None:
+    """One by one: where a whole router is included, SGLang's check of keys does not find what key a
+    route asks for, and takes the usual one.
+    """
+    for route in _router(replicas).routes:
+        assert isinstance(route, APIRoute)
+        app.add_api_route(route.path, route.endpoint, methods=sorted(route.methods or ()))
 
 
 class Replicas:
@@ -136,7 +146,7 @@ def _budget_of(body: bytes) -> Any:
     """What the body names, None for one that names nothing."""
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return fields.get("budget_s") if isinstance(fields, dict) else None
 

@@ -18,7 +18,7 @@ from echo_sgl.engine.questions import (
     obey,
     set_budget,
 )
-from echo_sgl.engine.routes import _router
+from echo_sgl.engine.routes import Replicas, put_routes
 from echo_sgl.policies.online_attainment import BudgetController
 from echo_sgl.policies.step_limit import NoLimit, OnlineView
 from echo_sgl.policies.step_limits import BudgetLimit
@@ -41,11 +41,15 @@ def client(tmp_path, monkeypatch):
     path.write_text('[steps]\nlimit = "relative"\n')
     monkeypatch.setenv(CONFIG_ENV, str(path))
     settings.active_config.cache_clear()
-    app = FastAPI()
-    app.include_router(_router(None))
-    add_api_key_middleware(app, api_key="secret", admin_api_key=None)
-    yield TestClient(app)
+    yield client_of(api_key="secret")
     settings.active_config.cache_clear()
+
+
+def client_of(**keys: str | None) -> TestClient:
+    app = FastAPI()
+    put_routes(app, Replicas(None))
+    add_api_key_middleware(app, **{"api_key": None, "admin_api_key": None} | keys)
+    return TestClient(app)
 
 
 def budget_limit() -> BudgetLimit:
@@ -56,6 +60,21 @@ def budget_limit() -> BudgetLimit:
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_no_route_answers_without_the_key(client, method, path):
     assert client.request(method, path).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/echo/budget", "/echo/forget-traffic"])
+@pytest.mark.parametrize("keys", [{"admin_api_key": "a"}, {"admin_api_key": "a", "api_key": "b"}])
+def test_what_changes_the_server_wants_the_admin_key_where_there_is_one(client, path, keys):
+    guarded = client_of(**keys)
+    for given in ({}, {"Authorization": "Bearer b"}):
+        assert guarded.post(path, headers=given).status_code in (401, 403)
+    answer = guarded.post("/echo/budget", headers={"Authorization": "Bearer a"})
+    assert answer.status_code == 400, "it is let in, and asked for a budget"
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"{", b"3", b"\xff"])
+def test_a_body_that_is_no_budget_is_refused(client, body):
+    assert client.post("/echo/budget", content=body, headers=KEY).status_code == 400
 
 
 def test_a_budget_where_none_is_used_is_refused_with_what_to_do(client):
