@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -41,7 +40,6 @@ class OfflinePool:
         self._order = order
         # Insertion order is order of entry, which timeouts go by; retracted ones enter anew.
         self._waiting: dict[str, _Waiting] = {}
-        self._num_by_length: Counter[int] = Counter()
         self._started: dict[str, _Waiting] = {}
         self._sequences = count()
 
@@ -71,9 +69,12 @@ class OfflinePool:
         self.end(req)
         if not hasattr(req, "echo_sequence"):
             req.echo_sequence = next(self._sequences)
+        prompt = req.origin_input_ids + req.output_ids if resumed else req.origin_input_ids
+        if getattr(req, "session", None) is not None:
+            prompt = prompt[:]  # the session's next turn changes the array in place
         waiting = _Waiting(
             rid=req.rid,
-            prompt=req.origin_input_ids + req.output_ids if resumed else req.origin_input_ids,
+            prompt=prompt,
             sequence=req.echo_sequence,
             namespace=namespace_of(req),
             deadline_s=deadline_s,
@@ -84,7 +85,6 @@ class OfflinePool:
         )
         self._order.add(waiting, resumed=resumed)
         self._waiting[req.rid] = waiting
-        self._num_by_length[len(req.rid)] += 1
         self.num_tokens += waiting.num_tokens
         self._changed(waiting)
 
@@ -145,17 +145,10 @@ class OfflinePool:
     def cursor(self) -> PrefixKey | None:
         return self._order.cursor
 
-    def remove(self, rid_prefix: str) -> list[Any]:
-        """Remove and return all whose id starts with the prefix; "" empties the pool.
-
-        Costs a look at all that wait if there are longer ids than this one. Ids of one kind are
-        of one length: then it is a look at one.
-        """
-        if max(self._num_by_length, default=0) > len(rid_prefix):
-            rids = [rid for rid in self._waiting if rid.startswith(rid_prefix)]
-        else:
-            rids = [rid_prefix] if rid_prefix in self._waiting else []
-        return [self._remove_one(rid) for rid in rids]
+    def remove(self, rid: str | None) -> list[Any]:
+        """Remove and return the request of that id, if it waits; None empties the pool."""
+        rids = list(self._waiting) if rid is None else [rid] if rid in self._waiting else []
+        return [self._remove_one(one) for one in rids]
 
     def waiting_since_before(self, deadline_s: float) -> Iterator[Any]:
         """Requests that entered before the deadline, oldest entry first."""
@@ -181,9 +174,6 @@ class OfflinePool:
 
     def _pop(self, rid: str) -> _Waiting:
         waiting = self._waiting.pop(rid)
-        self._num_by_length[len(rid)] -= 1
-        if not self._num_by_length[len(rid)]:
-            del self._num_by_length[len(rid)]
         self.num_tokens -= waiting.num_tokens
         return waiting
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -91,11 +92,25 @@ class PoolIntake(Scheduler):
 
     def abort_request(self, recv_req: AbortReq) -> None:
         # SGLang aborts what it finds in its own queue; pooled requests end the same way there.
-        prefix = "" if recv_req.abort_all else recv_req.rid
-        self.waiting_queue.extend(self.offline_pool.remove(prefix))
-        if any(req.rid.startswith(prefix) for req in self.step_control.parked):
+        rid, is_all = recv_req.rid, recv_req.abort_all
+        if not (rid or is_all):
+            return  # every id begins with nothing
+        self.waiting_queue.extend(self.offline_pool.remove(None if is_all else rid))
+        if any(is_all or req.rid == rid for req in self.step_control.parked):
             self._resume_all()
-        super().abort_request(recv_req)
+        with _hidden([] if is_all else self._namesakes(rid)):
+            super().abort_request(recv_req)
+
+    def _namesakes(self, rid: str) -> list[Req]:
+        """Those whose ids only begin with this one: SGLang would abort them, too, and ids are the
+        clients' to choose.
+        """
+        chunked = [self.chunked_req] if self.chunked_req is not None else []
+        compiling = self.grammar_manager.grammar_queue
+        everybody = chain(self.waiting_queue, compiling, self.collect_inflight_reqs(), chunked)
+        return [
+            req for req in dict.fromkeys(everybody) if req.rid != rid and req.rid.startswith(rid)
+        ]
 
     def _abort_on_queued_limit(self, recv_req: Req) -> bool:
         offered = self.policy.offered
@@ -160,6 +175,19 @@ class PoolIntake(Scheduler):
         if pooled or self.step_control.parked:
             return False
         return super().is_fully_idle(for_health_check, ignore_waiting)
+
+
+@contextmanager
+def _hidden(reqs: Iterable[Req]) -> Iterator[None]:
+    """These have ids within the block that no client gives."""
+    reqs = list(reqs)
+    for req in reqs:
+        req.rid = f"\0{req.rid}"
+    try:
+        yield
+    finally:
+        for req in reqs:
+            req.rid = req.rid[1:]
 
 
 def _timeout_abort(rid: str, kind: str) -> AbortReq:

@@ -46,13 +46,14 @@ def test_tokens_and_fullness_follow_every_change(pool):
     assert "b" not in pool
 
 
-def test_removal_is_by_prefix_of_the_id_as_sglang_aborts(pool):
+def test_removal_is_of_one_id_or_of_all(pool):
     for rid in ["job-1", "job-10", "job-11", "job-2"]:
         pool.add(request(rid), entry_s=0.0, resumed=False)
     assert rids(pool.remove("job-11")) == ["job-11"]
-    assert rids(pool.remove("job-1")) == ["job-1", "job-10"]
+    assert rids(pool.remove("job-1")) == ["job-1"]
     assert rids(pool.remove("nobody")) == []
-    assert rids(pool.remove("")) == ["job-2"]
+    assert rids(pool.remove("")) == []
+    assert rids(pool.remove(None)) == ["job-10", "job-2"]
 
 
 def test_upcoming_looks_without_taking(pool):

@@ -74,6 +74,13 @@ def between_chunks(**fields: Any) -> Any:
     return SimpleNamespace(**usual | counts | {"positional_embed_overrides": None} | fields)
 
 
+class Named:
+    """A request by its id."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+
+
 class ShortOfMemory:
     """A batch whose decodes have room once so much was given up."""
 
@@ -145,6 +152,41 @@ def test_a_prefill_yields_to_online_requests_only_where_its_chunks_are_kept(
     )
     one._park_offline_chunk()
     assert (one.chunked_req is None) is is_set_aside
+
+
+@pytest.mark.parametrize(
+    ("given", "aborted"),
+    [
+        ("q-1", ["q-1"]),
+        ("q", []),
+        ("", []),
+        (None, ["compiling q-1", "q-1", "q-10", "q-11", "q-12"]),
+    ],
+)
+def test_an_abort_reaches_one_id_and_leaves_all_ids_as_they_were(given, aborted, monkeypatch):
+    everybody = {rid: Named(rid) for rid in ("q-1", "q-10", "q-11", "q-12")}
+    compiling = Named("compiling q-1")
+    found: list[str] = []
+
+    def as_sglang(self: Any, recv_req: Any) -> None:
+        found.extend(
+            req.rid
+            for req in (*everybody.values(), compiling)
+            if recv_req.abort_all or req.rid.startswith(recv_req.rid)
+        )
+
+    monkeypatch.setattr(sglang_scheduler.Scheduler, "abort_request", as_sglang)
+    one = scheduler(
+        waiting_queue=[everybody["q-10"]],
+        chunked_req=everybody["q-12"],
+        grammar_manager=SimpleNamespace(grammar_queue=[compiling]),
+        offline_pool=SimpleNamespace(remove=lambda rid: []),
+        step_control=SimpleNamespace(parked=[]),
+        collect_inflight_reqs=lambda: {everybody["q-1"], everybody["q-11"]},
+    )
+    one.abort_request(SimpleNamespace(rid=given or "", abort_all=given is None))
+    assert sorted(found) == aborted
+    assert sorted(everybody) == sorted(req.rid for req in everybody.values())
 
 
 def test_who_sits_out_may_run_out_of_its_time_too(monkeypatch):

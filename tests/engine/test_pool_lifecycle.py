@@ -55,6 +55,31 @@ def abort_all(server: Server) -> None:
     wait_until(lambda: is_idle(server) and pooled(server) == 0, "all are aborted")
 
 
+def is_known(server: Server, rid: str) -> bool:
+    return LOCAL.get(f"{server.url}/echo/requests/{rid}", timeout=30).status_code == 200
+
+
+def test_an_abort_ends_one_request_and_none_whose_id_only_begins_alike(small_pool):
+    """Ids are the clients' to choose, and a closed connection aborts its own."""
+
+    async def run() -> list[httpx.Response]:
+        tasks = await fill(small_pool, 4)
+        online = completion("talk", 2000, rid="endless-30")
+        tasks.append(asyncio.create_task(send_all(small_pool, [online])))
+        await until(lambda: is_known(small_pool, "endless-30"), "an online one has come")
+        for rid in ("endless-3", "endless-0"):
+            await send_all(small_pool, [{"rid": rid}], "/abort_request")
+            await until(lambda rid=rid: not is_known(small_pool, rid), "that one is gone")
+        left = [f"endless-{number}" for number in (1, 2, 30)]
+        assert all(is_known(small_pool, rid) for rid in left)
+        await send_all(small_pool, [{"abort_all": True}], "/abort_request")
+        return [answer for task in tasks for answer in await task]
+
+    answers = asyncio.run(run())
+    assert len(answers) == 5
+    abort_all(small_pool)
+
+
 def test_a_full_pool_answers_503_with_its_limit_and_online_goes_on(small_pool):
     async def run() -> tuple[httpx.Response, httpx.Response]:
         tasks = await fill(small_pool, POOL_LIMIT + 1)
