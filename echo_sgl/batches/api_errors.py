@@ -71,7 +71,9 @@ class EnvelopedRefusals:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
-        is_ours = scope["type"] == "http" and scope["path"].startswith(OUR_PATHS)
+        is_ours = scope["type"] == "http" and (
+            scope["path"].removeprefix(scope.get("root_path", "")).startswith(OUR_PATHS)
+        )
         await self._app(scope, receive, _Mended(send) if is_ours else send)
 
 

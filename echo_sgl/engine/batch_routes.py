@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TENANT_PATHS = "/v1/"
 
+_root_path = ""
 _progress: LateProgress | None = None
 _tenants: Tenants | None = None
 
@@ -26,8 +27,9 @@ def add_to_server(app: Any, server_args: Any, tokenizer_manager: Any) -> None:
 
     Errors: `EchoError` when the directory, its database or the keys file cannot be used.
     """
-    global _progress, _tenants  # noqa: PLW0603 - SGLang's hooks are functions without an owner
+    global _progress, _tenants, _root_path  # noqa: PLW0603 - SGLang's hooks have no owner
     envelop_refusals(app)
+    _root_path = server_args.fastapi_root_path or ""
     state_dir = os.environ.get(STATE_DIR_ENV)
     if not state_dir:
         return
@@ -97,7 +99,8 @@ def admit_tenants(
     """After SGLang refused a key: let tenants of the keys file use the `/v1/` routes."""
     if decision.allowed or _tenants is None:
         return decision
-    is_open = path.startswith(TENANT_PATHS) and auth_level == "normal"
+    is_ours = path.removeprefix(_root_path).startswith(TENANT_PATHS)
+    is_open = is_ours and auth_level == "normal"
     if is_open and _tenants.of_header(authorization_header) is not None:
         return type(decision)(allowed=True)
     return decision

@@ -79,6 +79,7 @@ RELIED_ON = (
     Seam(f"{_SCHEDULER}.is_fully_idle", "self for_health_check ignore_waiting"),
     Seam(f"{_CACHE}.checkpoint_into_tree", "self req up_to kwargs"),
     Seam(f"{_CACHE}.checkpoint", "self req up_to kwargs"),
+    Seam(f"{_CACHE}.touch_prefix", "self key"),
     Seam(f"{_CACHE}.on_release", "self req checkpointed"),
     Seam(f"{_CACHE}.claim_kv_row", "self req"),
     Seam(f"{_CORE}.__init__", "self params components"),
@@ -215,6 +216,11 @@ HOOKS = (
         ),
         "before",
         _ours("tasks.check_and_stamp"),
+    ),
+    Hook(
+        Seam(f"{_TOKENIZER}._tokenize_one_request", "self obj"),
+        "around",
+        _ours("turns.one_prompt_at_a_time"),
     ),
     Hook(
         Seam(f"{_TOKENIZER}.init_metric_collector_watchdog", "self"),

@@ -13,22 +13,20 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 
 from echo_sgl.engine.batch_routes import begin_stop
-from echo_sgl.engine.tasks import task_of_input
-from echo_sgl.types import Task
-
-MESSAGE = "The server is shutting down; send this offline request again later or elsewhere."
+from echo_sgl.engine.turns import STOPPING, OfflineTurns, is_offline_input
 
 
 def end_offline_requests(result: Any, handler: Any, *signal_args: Any, **kwargs: Any) -> None:
-    """After SGLang began to drain: abort what is offline, pooled or running."""
+    """After SGLang began to drain: abort what is offline, pooled or running, let no more in."""
     begin_stop()
+    OfflineTurns.is_stopping = True
     manager = handler.tokenizer_manager
     reason = {
         "type": "abort",
         "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-        "message": MESSAGE,
+        "message": STOPPING,
     }
     for rid, state in list(manager.rid_to_state.items()):
-        if task_of_input(state.obj) is Task.OFFLINE:
-            abort = AbortReq(rid=rid, abort_message=MESSAGE, finished_reason=reason)
+        if is_offline_input(state.obj):
+            abort = AbortReq(rid=rid, abort_message=STOPPING, finished_reason=reason)
             manager._dispatch_to_scheduler(abort)

@@ -18,11 +18,11 @@ from echo_sgl.engine.terms import (
     stamped,
     terms_of_headers,
 )
-from echo_sgl.engine.turns import pass_turn_on
+from echo_sgl.engine.turns import pass_turn_on, route_path
 from echo_sgl.errors import ServiceTierError, TermsError
 from echo_sgl.types import OFFLINE_SERVICE_TIER, Task, task_of_service_tier
 
-TAGGED_PATHS = ("/v1/chat/completions", "/v1/completions")
+TAGGED_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
 
 
 def task_of(req: Any) -> Task:
@@ -40,7 +40,7 @@ def task_of_input(obj: Any) -> Task:
 
 async def read_service_tier(original: Any, serving: Any, request: Any, raw_request: Any) -> Any:
     """Around `handle_request`: refuse a tier or terms that are not known, remember others."""
-    if isinstance(raw_request, Request) and raw_request.url.path in TAGGED_PATHS:
+    if isinstance(raw_request, Request) and route_path(raw_request.scope) in TAGGED_PATHS:
         tier = (await raw_request.json()).get(TIER_KEY)
         try:
             task_of_service_tier(tier)

@@ -11,11 +11,18 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import JSONResponse
+
+from echo_sgl.engine.terms import TIER_KEY, custom_params_of
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
+RESPONSES_PATH = "/v1/responses"
+PATHS = ("/v1/chat/completions", "/v1/completions", "/generate", "/invocations", RESPONSES_PATH)
+STOPPING = "The server is shutting down; send this offline request again later or elsewhere."
+NO_CLASS = "/v1/responses has no offline class; send it to /v1/chat/completions instead."
 # A key of the body: in a prompt the quotation marks would stand behind a backslash.
 _OFFLINE = re.compile(rb'"service_tier"\s*:\s*"%s"' % OFFLINE_SERVICE_TIER.encode())
 
@@ -41,15 +48,43 @@ def pass_turn_on() -> None:
         turn.pass_on()
 
 
+def route_path(scope: Any) -> str:
+    """The path of a request without the one that the server stands at (--fastapi-root-path)."""
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
+def is_offline_input(obj: Any) -> bool:
+    """Whether the tokenizer manager's request is offline, whatever else it names."""
+    params = custom_params_of(getattr(obj, "sampling_params", None))
+    return bool(params.get(TIER_KEY) == OFFLINE_SERVICE_TIER)
+
+
+async def one_prompt_at_a_time(original: Any, manager: Any, obj: Any) -> Any:
+    """Around the tokenisation of a prompt: before each offline one, all that came goes first.
+
+    A request may hold thousands of prompts, or choices, which SGLang tokenises without a pause.
+    """
+    if is_offline_input(obj):
+        if not hasattr(manager, "echo_prompts"):
+            manager.echo_prompts = asyncio.Lock()
+        async with manager.echo_prompts:
+            await asyncio.sleep(0)
+    return await original(manager, obj)
+
+
 class OfflineTurns:
-    """ASGI middleware; the class that it reads from the raw body decides only on the turn."""
+    """ASGI middleware; the class that it reads from the raw body decides on the turn, and on
+    refusals: while the server stops, and where SGLang knows no class.
+    """
+
+    is_stopping = False
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._lock = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] not in PATHS:
+        if scope["type"] != "http" or route_path(scope) not in PATHS:
             await self._app(scope, receive, send)
             return
         messages = await _body_messages(receive)
@@ -62,8 +97,15 @@ class OfflineTurns:
         if not _OFFLINE.search(b"".join(message.get("body", b"") for message in messages)):
             await self._app(scope, replay, send)
             return
+        if route_path(scope) == RESPONSES_PATH:
+            await _refusal(HTTPStatus.BAD_REQUEST, NO_CLASS, TIER_KEY)(scope, replay, send)
+            return
         async with self._turn():
-            await self._app(scope, replay, send)
+            if OfflineTurns.is_stopping:
+                refusal = _refusal(HTTPStatus.SERVICE_UNAVAILABLE, STOPPING, None)
+                await refusal(scope, replay, send)
+            else:
+                await self._app(scope, replay, send)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -78,6 +120,13 @@ class OfflineTurns:
         finally:
             _current.reset(token)
             turn.pass_on()
+
+
+def _refusal(status: HTTPStatus, message: str, param: str | None) -> JSONResponse:
+    """In OpenAI's form."""
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": param, "code": int(status)}
+    return JSONResponse({"error": error}, status_code=status)
 
 
 async def _body_messages(receive: Any) -> list[Any]:

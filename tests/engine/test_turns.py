@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
-from echo_sgl.engine.turns import OfflineTurns, pass_turn_on
+from echo_sgl.engine.turns import OfflineTurns, one_prompt_at_a_time, pass_turn_on, route_path
 from echo_sgl.types import Task
 from eval.load import Phase, make_request
 from eval.records import Status
@@ -75,6 +76,77 @@ def test_one_offline_request_is_taken_in_at_a_time_and_online_ones_at_once() -> 
 
 def test_the_turn_goes_to_the_next_in_line_once_a_request_is_tokenised() -> None:
     assert entered(FLEX, FLEX, {}, FLEX, opens=True) == ["2", "0", "1", "3"]
+
+
+def test_the_path_that_a_proxy_stands_at_changes_no_class() -> None:
+    at_proxy = {"path": "/llm/v1/completions", "root_path": "/llm"}
+    assert route_path(at_proxy) == "/v1/completions"
+    assert route_path({"path": "/v1/completions", "root_path": ""}) == "/v1/completions"
+    assert route_path({"path": "/v1/completions"}) == "/v1/completions"
+
+
+def refused(path: str, *, is_stopping: bool) -> tuple[int, dict[str, Any]] | None:
+    """Status and error of an offline request; None when it is let in."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": orjson.dumps(FLEX), "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    async def run() -> None:
+        await OfflineTurns(app)({"type": "http", "path": path}, receive, send)
+
+    OfflineTurns.is_stopping = is_stopping
+    try:
+        asyncio.run(run())
+    finally:
+        OfflineTurns.is_stopping = False
+    return (sent[0]["status"], orjson.loads(sent[1]["body"])["error"]) if sent else None
+
+
+def test_a_server_that_stops_takes_no_offline_request_in() -> None:
+    """Clients send what was refused again, and would keep it busy for as long as it drains."""
+    assert refused("/v1/completions", is_stopping=False) is None
+    answer = refused("/v1/completions", is_stopping=True)
+    assert answer is not None
+    assert answer[0] == 503 and "shutting down" in answer[1]["message"]
+    assert refused("/health", is_stopping=True) is None
+
+
+def test_where_sglang_knows_no_class_an_offline_request_is_refused() -> None:
+    answer = refused("/v1/responses", is_stopping=False)
+    assert answer is not None
+    assert (answer[0], answer[1]["param"]) == (400, "service_tier")
+
+
+def test_the_prompts_of_one_offline_request_let_others_in_between() -> None:
+    """And its choices, which are asked for at once."""
+    order: list[str] = []
+
+    async def tokenise(manager: Any, obj: Any) -> None:
+        order.append(obj.name)
+
+    async def online() -> None:
+        for number in range(3):
+            order.append(f"online {number}")
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        manager = SimpleNamespace()
+        params = {"custom_params": FLEX}
+        prompts = [SimpleNamespace(name=f"{n}", sampling_params=params) for n in range(4)]
+        others = asyncio.create_task(online())
+        await asyncio.gather(*(one_prompt_at_a_time(tokenise, manager, one) for one in prompts))
+        await others
+
+    asyncio.run(run())
+    assert [name for name in order if len(name) == 1] == ["0", "1", "2", "3"]
+    assert order.index("online 2") < order.index("3")
 
 
 def test_a_request_that_is_refused_gives_its_turn_back() -> None:
