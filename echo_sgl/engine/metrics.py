@@ -186,6 +186,10 @@ def observe_output(result: Any, manager: Any, state: Any, recv_obj: Any, i: int)
     metrics: RequestMetrics = manager.echo_metrics
     task = task_of_input(state.obj)
     finish = recv_obj.finished_reasons[i] or {}
+    params = getattr(state.obj, "sampling_params", None)
+    asked = params.get("max_new_tokens") if isinstance(params, dict) else 0
+    if finish.get("length") == 0 and asked != 0:
+        return  # SGLang's own, which computes the prompt of several choices first
     if state.ttft_observed and not getattr(state, "echo_ttft_observed", False):
         state.echo_ttft_observed = True
         metrics.ttft_s.labels(task).observe(state.time_stats.get_first_token_latency())

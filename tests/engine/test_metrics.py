@@ -11,7 +11,7 @@ import pytest
 
 from echo_sgl.engine.metrics import outcome_of
 from eval.server import LOCAL
-from tests.engine.traffic import FLEX, completion, documents, metric, send_all
+from tests.engine.traffic import FLEX, completion, documents, metric, post, send_all, wait_until
 
 ours = pytest.mark.server
 TOKEN_METRICS = {
@@ -78,3 +78,22 @@ def test_promtool_finds_no_fault_with_our_metrics(echo_server):
 )
 def test_every_way_to_end_has_one_outcome(finish, outcome):
     assert outcome_of(finish) == outcome
+
+
+def test_a_request_with_several_choices_is_counted_once_for_each(echo_server):
+    """SGLang computes their prompt with a request of its own first."""
+
+    def seen() -> list[float]:
+        offline = {"task": "offline"}
+        return [
+            metric(echo_server, "echo_sgl_requests_total", outcome="finished", **offline),
+            metric(echo_server, "echo_sgl_ttft_seconds_count", **offline),
+            metric(echo_server, "echo_sgl_generated_tokens_total", **offline),
+        ]
+
+    before = seen()
+    body = completion("several choices of one prompt", 4, n=3, **FLEX)
+    answer = post(echo_server, "/v1/completions", body | {"temperature": 1})
+    assert len(answer.json()["choices"]) == 3
+    wait_until(lambda: seen()[0] >= before[0] + 3, "it is counted")
+    assert [now - then for now, then in zip(seen(), before, strict=True)] == [3, 3, 12]
