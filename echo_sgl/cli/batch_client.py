@@ -32,11 +32,16 @@ _NO_SERVICE = (
 
 
 class BatchServiceError(EchoError, RuntimeError):
-    """The server refused, or cannot be reached; the message says what to do."""
+    """The server refused, or cannot be reached; the message says what to do.
 
-    def __init__(self, message: str, status_code: int | None = None) -> None:
+    `retry_after_s`: when it may do what it refuses now, None if it does not say so.
+    """
+
+    def __init__(
+        self, message: str, status_code: int | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
-        self.status_code = status_code
+        self.status_code, self.retry_after_s = status_code, retry_after_s
 
 
 class NoServiceError(BatchServiceError):
@@ -223,7 +228,12 @@ class BatchClient:
         if answer.status_code == 401:
             message += ". Set the key with --api-key, ECHO_SGL_API_KEY or OPENAI_API_KEY"
         kind = AwayError if answer.status_code in _AWAY_STATUSES else BatchServiceError
-        return kind(f"the server refuses ({answer.status_code}): {message}", answer.status_code)
+        after = answer.headers.get("retry-after", "")
+        return kind(
+            f"the server refuses ({answer.status_code}): {message}",
+            answer.status_code,
+            float(after) if after.isdecimal() else None,
+        )
 
     def _lost(self, error: httpx.TransportError) -> AwayError:
         return AwayError(

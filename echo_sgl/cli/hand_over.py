@@ -28,6 +28,7 @@ CONFLICT = 409
 _RETRIED = ("cancelled", "expired")
 # The batch of a run is found again by this, however the run ended.
 RUN_KEY = "echo_sgl_run"
+MAX_PAUSE_S = 60.0
 NEWEST = 100  # of the batches on a page: one that was made just now is among them
 T = TypeVar("T")
 
@@ -73,21 +74,28 @@ def _wait_service(client: BatchClient) -> bool:
 
 
 def _once_back(client: BatchClient, call: Callable[[], T]) -> T:
-    """What a call gives once the server is there, and not full; meanwhile it comes again."""
+    """What a call gives once the server is there, and not full; meanwhile it comes again.
+
+    Errors: `AwayError` where the server has no room and does not expect any.
+    """
     is_told = False
     while True:
         try:
             return call()
         except AwayError as error:
-            reason = str(error.status_code or type(error.__cause__).__name__)
-            if error.status_code == TOO_MANY:
-                message = f"{error}; waiting"
-            else:
-                message = f"no server is ready at {client.url} ({reason}); waiting for it"
+            if error.status_code == TOO_MANY and error.retry_after_s is None:
+                raise
             if not is_told:
-                _console().print(f"echo-sgl: {message}")
-            is_told = True
-        time.sleep(EVERY_S)
+                _console().print(f"echo-sgl: {_why_waiting(client, error)}")
+            is_told, pause_s = True, min(error.retry_after_s or 0.0, MAX_PAUSE_S)
+        time.sleep(max(EVERY_S, pause_s))
+
+
+def _why_waiting(client: BatchClient, error: AwayError) -> str:
+    if error.status_code == TOO_MANY:
+        return f"{error}; waiting"
+    reason = error.status_code or type(error.__cause__).__name__
+    return f"no server is ready at {client.url} ({reason}); waiting for it"
 
 
 def _console() -> Console:

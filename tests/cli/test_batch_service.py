@@ -229,7 +229,10 @@ def test_run_waits_where_there_is_no_room_and_makes_one_batch_though_answers_are
     stub: str, jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(hand_over, "EVERY_S", 0.01)
-    create, faults = BatchClient.create, iter([AwayError("full", 429), AwayError("lost", 502)])
+    create, faults = (
+        BatchClient.create,
+        iter([AwayError("full", 429, 0.01), AwayError("lost", 502)]),
+    )
 
     def creating(self: BatchClient, file_id: str, **given: Any) -> dict[str, Any]:
         """The first is refused; the second is made, and its answer does not arrive."""
@@ -245,6 +248,37 @@ def test_run_waits_where_there_is_no_room_and_makes_one_batch_though_answers_are
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     assert num_batches(stub) == num_before + 1
     assert len(names(output)) == 20
+
+
+def test_run_does_not_wait_for_room_that_is_not_expected(
+    stub: str, jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: BatchClient, jobs: Path) -> str:
+        raise AwayError("10,000 files are stored for this key. Delete some", 429)
+
+    monkeypatch.setattr(BatchClient, "upload", refuse)
+    arguments = ["batch", "run", str(jobs), "--output", str(tmp_path / "o"), "--url", stub]
+    with pytest.raises(AwayError, match="Delete some"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_when_to_come_back_is_what_the_server_says() -> None:
+    answers = iter(
+        [
+            httpx.Response(429, headers={"retry-after": "7"}),
+            httpx.Response(429, headers={"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}),
+            httpx.Response(429),
+        ]
+    )
+    client, found = BatchClient("http://server", None), []
+    client._http = httpx.Client(
+        base_url="http://server", transport=httpx.MockTransport(lambda request: next(answers))
+    )
+    for _ in range(3):
+        with pytest.raises(AwayError) as caught:
+            client.list(1)
+        found.append(caught.value.retry_after_s)
+    assert found == [7.0, None, None]
 
 
 def test_an_upload_that_found_no_room_is_not_left_behind(
