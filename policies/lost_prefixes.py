@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 
@@ -24,17 +23,19 @@ class LostPrefixes:
     """What eviction threw away too early, until somebody computes it again.
 
     The tokens that are then computed twice are the price of the eviction: the punishment P
-    of Echo 3.1. Bounded: the oldest entries are forgotten beyond `capacity`, and prefixes
-    of fewer than 16 tokens, the length that entries are looked up by, are not kept.
+    of Echo 3.1. Bounded: the oldest entries are forgotten beyond `capacity` of them, or
+    `capacity_tokens` in all, and prefixes of fewer than 16 tokens, the length that entries are
+    looked up by, are not kept.
     """
 
-    def __init__(self, capacity: int = 1024) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int = 1024, capacity_tokens: int = 4_000_000) -> None:
+        self._capacity, self._capacity_tokens = capacity, capacity_tokens
+        self._num_tokens = 0
         self._by_bucket: dict[tuple[str, tuple[int, ...]], list[_Lost]] = {}
-        self._by_age: deque[_Lost] = deque()
+        self._by_age: dict[int, _Lost] = {}  # by identity, the oldest first
 
     def __len__(self) -> int:
-        return sum(len(entries) for entries in self._by_bucket.values())
+        return len(self._by_age)
 
     def add(self, namespace: str, path: Sequence[int], start: int) -> None:
         """Tokens `start` to the end of `path` were evicted while a request needed them."""
@@ -42,9 +43,10 @@ class LostPrefixes:
             return
         lost = _Lost(namespace, path[:], start)
         self._by_bucket.setdefault(lost.bucket, []).append(lost)
-        self._by_age.append(lost)
-        if len(self._by_age) > self._capacity:
-            self._forget(self._by_age.popleft())
+        self._by_age[id(lost)] = lost
+        self._num_tokens += len(lost.path)
+        while len(self) > self._capacity or self._num_tokens > self._capacity_tokens:
+            self._forget(next(iter(self._by_age.values())))
 
     def charge(self, namespace: str, prompt: MutableSequence[int], num_cached: int) -> int:
         """Tokens of the prompt that are computed again because they were evicted.
@@ -55,7 +57,7 @@ class LostPrefixes:
         again = [
             lost
             for lost in self._by_bucket.get(_bucket(namespace, prompt), ())
-            if len(lost.path) > num_cached and prompt[: len(lost.path)] == lost.path
+            if len(lost.path) > num_cached and _begins_with(prompt, lost.path)
         ]
         computed: set[int] = set()
         for lost in again:
@@ -66,14 +68,23 @@ class LostPrefixes:
     def clear(self) -> None:
         self._by_bucket.clear()
         self._by_age.clear()
+        self._num_tokens = 0
 
     def _forget(self, lost: _Lost) -> None:
+        del self._by_age[id(lost)]
+        self._num_tokens -= len(lost.path)
         entries = self._by_bucket.get(lost.bucket, [])
         remaining = [entry for entry in entries if entry is not lost]
         if remaining:
             self._by_bucket[lost.bucket] = remaining
         else:
             self._by_bucket.pop(lost.bucket, None)
+
+
+def _begins_with(prompt: MutableSequence[int], path: Sequence[int]) -> bool:
+    """The last token first: most paths of a job only begin alike, and a copy costs more."""
+    num = len(path)
+    return num <= len(prompt) and prompt[num - 1] == path[-1] and prompt[:num] == path
 
 
 def _bucket(namespace: str, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:

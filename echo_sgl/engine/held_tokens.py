@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.session.streaming_session import is_virtual_node
 
 from echo_sgl.engine.tree_core import EchoTreeCore
 
@@ -15,8 +16,10 @@ def held_tokens(core: EchoTreeCore | None, reqs: Sequence[Any]) -> int:
     """Tokens that would be free or evictable if these requests ended.
 
     A prefix that several of them share counts once, and not at all if another request holds it.
-    Without a tree (`core` is None) each has its own.
+    Without a tree (`core` is None) each has its own. A turn of a streaming session leaves its own
+    to the session.
     """
+    reqs = [req for req in reqs if not is_virtual_node(req.last_node)]
     num_tokens = sum(int(req.seqlen) for req in reqs)
     return num_tokens if core is None else num_tokens - _held_by_others(core, reqs)
 

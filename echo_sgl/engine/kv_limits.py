@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.session.streaming_session import is_virtual_node
+
 from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.kv_demand import create_kv_demand
 from echo_sgl.policies.reserve import BurstReserve
@@ -169,7 +171,11 @@ class KvLimits:
 
     def _locked_prefix_tokens(self, req: Any) -> int:
         core = self._tree_cache.echo_core
-        return core.locked_tokens(req.last_node) if core is not None else 0
+        if core is None:
+            return 0
+        if is_virtual_node(req.last_node):
+            return int(req.prefix_len)  # its streaming session holds what the turns before left
+        return int(core.locked_tokens(req.last_node))
 
 
 def needed_tokens(req: Any) -> int:

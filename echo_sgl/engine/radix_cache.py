@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.tasks import task_of
 from echo_sgl.engine.tree_core import EchoTreeCore
+from echo_sgl.types import Task
 
 TREE_CORE_NAME = "echo"
 
@@ -44,6 +45,11 @@ class EchoRadixCache(UnifiedRadixCache):
         if (core := self.echo_core) is not None:
             core.user = task_of(req)
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+
+    def touch_prefix(self, key: Any) -> None:
+        if (core := self.echo_core) is not None:
+            core.user = Task.ONLINE  # SGLang touches what its queue waits for
+        super().touch_prefix(key)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)

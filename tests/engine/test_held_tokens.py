@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.session.streaming_session import _VirtualNode
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
 
+from echo_sgl.config import ReserveConfig
 from echo_sgl.engine.held_tokens import held_tokens
+from echo_sgl.engine.kv_limits import KvLimits
 from tests.engine.kit_cores import build, insert, match
 
 DOCUMENT = list(range(100))
@@ -53,3 +56,14 @@ def test_without_a_cached_prompt_all_is_its_own(requests: Requests) -> None:
     root = match(requests.cache, [5]).last_device_node
     assert requests.held(SimpleNamespace(last_node=root, seqlen=30)) == 30
     assert requests.held() == 0
+
+
+def test_what_a_session_holds_is_neither_freed_nor_new(requests: Requests) -> None:
+    """Its turns stand at a node of the session's own, which is not in the tree."""
+    one = requests.start([*DOCUMENT, 901], 7)
+    turn = SimpleNamespace(last_node=_VirtualNode(), seqlen=50, prefix_len=40)
+    assert requests.held(turn, one) == 100 + (1 + 7)
+    core = requests.cache.tree_core
+    cache = SimpleNamespace(evictable_size=lambda: 0, echo_core=core)
+    limits = KvLimits(ReserveConfig(predictor="off"), cache, requests.allocator)
+    assert limits.new_tokens(turn) == 10

@@ -180,3 +180,34 @@ def test_the_oldest_are_forgotten_beyond_the_capacity():
     assert len(lost) == 2
     assert lost.charge("", array("q", [0, *range(30)]), num_cached=0) == 0
     assert lost.charge("", array("q", [2, *range(30)]), num_cached=0) == 31
+
+
+def test_the_oldest_are_forgotten_beyond_so_many_tokens():
+    lost = LostPrefixes(capacity_tokens=100)
+    for number in range(4):
+        lost.add("", array("q", [number, *range(39)]), start=0)
+    assert len(lost) == 2
+    lost.add("", array("q", range(200)), start=0)
+    assert len(lost) == 0, "one that alone is too long"
+    lost.add("", LONG, start=0)
+    assert lost.charge("", LONG, num_cached=0) == 40
+    assert len(lost) == 0, "charged entries take up no room"
+
+
+class Counting(array):
+    """An array that counts how often a part of it is copied."""
+
+    num_copies = 0
+
+    def __getitem__(self, index):
+        Counting.num_copies += isinstance(index, slice)
+        return super().__getitem__(index)
+
+
+def test_paths_that_only_begin_alike_cost_no_copy():
+    lost = LostPrefixes()
+    for number in range(100):
+        lost.add("", array("q", [*range(30), number]), start=0)
+    prompt = Counting("q", [*range(30), 7, 8])
+    assert lost.charge("", prompt, num_cached=0) == 31
+    assert Counting.num_copies == 2, "one to look it up, one to compare"
