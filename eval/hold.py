@@ -2,14 +2,15 @@
 
 Lines that are sent at once reach the scheduler in an order that nobody sees, while the first of
 them run already, and which are done next follows from that. Here requests of our own take every
-place until the lines wait in Echo's pool; then all of them are aborted at once.
+place until the lines wait in Echo's pool; then the server pauses, and goes on when all of them are
+aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,7 +21,7 @@ from eval.server import LOCAL, Server, ServerStartError
 
 LIMIT_S = 120.0
 LOOK_S = 0.05
-PLUG = "plug-"  # one of the plugs is called just that, the others so and on
+PLUG = "plug-"
 # They decode until they are aborted. What is left of the pool is kept free by the burst reserve.
 PLUGS_SHARE = 0.6
 
@@ -35,24 +36,34 @@ async def held(server: Server, num_lines: int) -> AsyncIterator[None]:
         facts = await asyncio.to_thread(_facts, server)
         num_places = int(facts["max_running_requests"])
         plug_tokens = int(PLUGS_SHARE * facts["max_total_tokens"]) // num_places
-        plugs = asyncio.create_task(_send_plugs(client, num_places, plug_tokens))
+        names = [f"{PLUG}{number}" for number in range(num_places)]
+        plugs = asyncio.create_task(_send_plugs(client, names, plug_tokens))
         try:
             await _until(server, lambda load: load["num_running_reqs"] == num_places)
             yield
             await _until(server, lambda load: load["num_waiting_reqs"] >= num_lines)
         finally:
-            # SGLang looks for the name, and then ends all whose names begin like it.
-            (await client.post("/abort_request", json={"rid": PLUG})).raise_for_status()
+            await _pull_plugs(client, names)
             reasons = await plugs
         if set(reasons) != {"abort"}:
             raise ServerStartError(f"plugs of a held server ended by {sorted(set(reasons))}")
 
 
-async def _send_plugs(client: httpx.AsyncClient, num_places: int, max_new_tokens: int) -> list[str]:
+async def _pull_plugs(client: httpx.AsyncClient, names: Sequence[str]) -> None:
+    pause = {"mode": "in_place"}
+    (await client.post("/pause_generation", json=pause)).raise_for_status()
+    for name in names:
+        (await client.post("/abort_request", json={"rid": name})).raise_for_status()
+    (await client.post("/continue_generation", json={})).raise_for_status()
+
+
+async def _send_plugs(
+    client: httpx.AsyncClient, names: Sequence[str], max_new_tokens: int
+) -> list[str]:
     """Why each of them ended."""
     body = {
-        "input_ids": [[100 + number] for number in range(num_places)],
-        "rid": [PLUG, *(f"{PLUG}{number}" for number in range(1, num_places))],
+        "input_ids": [[100 + number] for number in range(len(names))],
+        "rid": list(names),
         "sampling_params": {
             "max_new_tokens": max_new_tokens,
             "ignore_eos": True,
