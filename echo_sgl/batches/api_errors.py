@@ -60,6 +60,11 @@ def wrong_key() -> ApiError:
     return ApiError(401, message, code="invalid_api_key")
 
 
+def route_path(scope: Message) -> str:
+    """The path of a request without the one that the server stands at (--fastapi-root-path)."""
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
 class EnvelopedRefusals:
     """ASGI around a server: a key that is refused before our routes is refused in OpenAI's form.
 
@@ -71,9 +76,7 @@ class EnvelopedRefusals:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
-        is_ours = scope["type"] == "http" and (
-            scope["path"].removeprefix(scope.get("root_path", "")).startswith(OUR_PATHS)
-        )
+        is_ours = scope["type"] == "http" and route_path(scope).startswith(OUR_PATHS)
         await self._app(scope, receive, _Mended(send) if is_ours else send)
 
 

@@ -114,8 +114,8 @@ def _submitted(plan: BatchRun, client: BatchClient, endpoint: str, run_id: str) 
 
     try:
         return _once_back(client, create)
-    except BaseException:
-        client.forget(file_id)
+    except (BatchServiceError, KeyboardInterrupt):
+        client.forget(file_id)  # which is refused where a batch was made of it after all
         raise
 
 

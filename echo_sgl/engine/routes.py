@@ -8,13 +8,13 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
-from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from echo_sgl.engine.batch_routes import add_to_server
 from echo_sgl.engine.calibrate_at_start import start_calibration
+from echo_sgl.engine.envelope import refusal
 from echo_sgl.engine.questions import (
     BUDGET_KEY,
     FORGET_TRAFFIC_KEY,
@@ -119,7 +119,7 @@ def _add_explanation(router: APIRouter, replicas: Replicas) -> None:
             f"no request {rid[:MAX_ID_CHARS]!r} is here: it has ended, or never came. A request's "
             "id is the `rid` in its body, else the `id` of its answer."
         )
-        return _error(HTTPStatus.NOT_FOUND, message, "id")
+        return refusal(HTTPStatus.NOT_FOUND, message, "id")
 
 
 def _add_orders(router: APIRouter, replicas: Replicas) -> None:
@@ -129,10 +129,10 @@ def _add_orders(router: APIRouter, replicas: Replicas) -> None:
         """Set what each step with online work may take; it stays until it is set again."""
         budget_s = _budget_of(await request.body())
         if problem := budget_problem(active_config().steps.limit, budget_s):
-            return _error(HTTPStatus.BAD_REQUEST, problem, "budget_s")
+            return refusal(HTTPStatus.BAD_REQUEST, problem, "budget_s")
         updated = await replicas.tell(BUDGET_KEY, float(budget_s))
         if not all(updated):
-            return _error(HTTPStatus.CONFLICT, "a replica refused the budget; see its log", None)
+            return refusal(HTTPStatus.CONFLICT, "a replica refused the budget; see its log")
         return {"budget_s": float(budget_s), "num_replicas": len(updated)}
 
     @router.post("/forget-traffic")
@@ -149,10 +149,3 @@ def _budget_of(body: bytes) -> Any:
     except (ValueError, RecursionError):
         return None
     return fields.get("budget_s") if isinstance(fields, dict) else None
-
-
-def _error(status: HTTPStatus, message: str, param: str | None) -> JSONResponse:
-    """OpenAI's error envelope."""
-    kind = "not_found_error" if status is HTTPStatus.NOT_FOUND else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": param, "code": int(status)}
-    return JSONResponse({"error": error}, status_code=status)

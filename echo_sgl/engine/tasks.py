@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from echo_sgl.batches.api_errors import route_path
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import (
     TIER_KEY,
@@ -18,17 +19,16 @@ from echo_sgl.engine.terms import (
     stamped,
     terms_of_headers,
 )
-from echo_sgl.engine.turns import pass_turn_on, route_path
+from echo_sgl.engine.turns import is_offline_input, pass_turn_on
 from echo_sgl.errors import ServiceTierError, TermsError
-from echo_sgl.types import OFFLINE_SERVICE_TIER, Task, task_of_service_tier
+from echo_sgl.types import Task, task_of_service_tier
 
 TAGGED_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
 
 
 def task_of(req: Any) -> Task:
     """The class of a scheduler request; embeddings and untagged ones are online."""
-    tier = custom_params_of(req.sampling_params).get(TIER_KEY)
-    return Task.OFFLINE if tier == OFFLINE_SERVICE_TIER else Task.ONLINE
+    return Task.OFFLINE if is_offline_input(req) else Task.ONLINE
 
 
 def task_of_input(obj: Any) -> Task:

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from starlette.responses import JSONResponse
-
+from echo_sgl.batches.api_errors import route_path
+from echo_sgl.engine.envelope import refusal
 from echo_sgl.engine.terms import TIER_KEY, custom_params_of
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
@@ -48,13 +48,10 @@ def pass_turn_on() -> None:
         turn.pass_on()
 
 
-def route_path(scope: Any) -> str:
-    """The path of a request without the one that the server stands at (--fastapi-root-path)."""
-    return str(scope["path"].removeprefix(scope.get("root_path", "")))
-
-
 def is_offline_input(obj: Any) -> bool:
-    """Whether the tokenizer manager's request is offline, whatever else it names."""
+    """Whether a request is offline, as the tokenizer manager or the scheduler holds it, whatever
+    else it names; embeddings and untagged ones are not.
+    """
     params = custom_params_of(getattr(obj, "sampling_params", None))
     return bool(params.get(TIER_KEY) == OFFLINE_SERVICE_TIER)
 
@@ -98,12 +95,11 @@ class OfflineTurns:
             await self._app(scope, replay, send)
             return
         if route_path(scope) == RESPONSES_PATH:
-            await _refusal(HTTPStatus.BAD_REQUEST, NO_CLASS, TIER_KEY)(scope, replay, send)
+            await refusal(HTTPStatus.BAD_REQUEST, NO_CLASS, TIER_KEY)(scope, replay, send)
             return
         async with self._turn():
             if OfflineTurns.is_stopping:
-                refusal = _refusal(HTTPStatus.SERVICE_UNAVAILABLE, STOPPING, None)
-                await refusal(scope, replay, send)
+                await refusal(HTTPStatus.SERVICE_UNAVAILABLE, STOPPING)(scope, replay, send)
             else:
                 await self._app(scope, replay, send)
 
@@ -120,13 +116,6 @@ class OfflineTurns:
         finally:
             _current.reset(token)
             turn.pass_on()
-
-
-def _refusal(status: HTTPStatus, message: str, param: str | None) -> JSONResponse:
-    """In OpenAI's form."""
-    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": param, "code": int(status)}
-    return JSONResponse({"error": error}, status_code=status)
 
 
 async def _body_messages(receive: Any) -> list[Any]:

@@ -25,7 +25,6 @@ from echo_sgl.batches.store import batch_rows
 from echo_sgl.batches.store.blobs import DatabaseBlobs, DiskBlobs
 from echo_sgl.batches.store.work import Span
 from echo_sgl.batches.tenants import Tenants
-from eval import stub_server
 from tests.batches.client import Stub, job, running_stub, until
 from tests.batches.faults import (
     HoldingModel,
@@ -76,35 +75,6 @@ def test_a_line_that_cannot_be_prepared_fails_alone(
 
     live_sqlite(life)
     assert "TypeError: Recursion limit reached" in caplog.text
-
-
-def test_a_batch_of_another_model_waits_for_a_server_that_has_it(
-    live_sqlite: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SGLang would answer its lines with the model that it has."""
-
-    async def first_life(stub: Stub) -> None:
-        stub.model.opened.clear()
-        batch = await stub.create(job(["hello"] * 20))
-        await stub.until(batch.id, lambda found: found.status == "in_progress")
-
-    async def another_model(stub: Stub) -> None:
-        own = await stub.create(job(["hello"]).replace(b'"stub"', b'"another"'))
-        assert (await stub.ended(own.id)).status == "completed"
-        [waiting, _] = [one async for one in stub.client.batches.list()][::-1]
-        assert (waiting.status, num_done(waiting)) == ("in_progress", 0)
-
-    async def first_again(stub: Stub) -> None:
-        batches = [one async for one in stub.client.batches.list()]
-        assert (await stub.ended(batches[-1].id)).status == "completed"
-
-    live_sqlite(first_life)
-    with monkeypatch.context() as patch:
-        patch.setattr(stub_server, "MODEL", "another")
-        live_sqlite(another_model)
-    live_sqlite(first_again)
-    said = "is for /v1/completions of stub and waits for a server that has it; this one has"
-    assert sum(said in message for message in caplog.messages) == 1
 
 
 def test_ranges_are_given_back_although_the_connection_was_lost_when_they_were(

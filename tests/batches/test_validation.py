@@ -20,7 +20,7 @@ from sqlalchemy.exc import OperationalError
 
 from echo_sgl.batches import validation, validator
 from echo_sgl.batches.check_upload import CheckRules
-from echo_sgl.batches.lines import EMBEDDINGS_URL, URLS
+from echo_sgl.batches.lines import URLS
 from echo_sgl.batches.store import batch_rows, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
@@ -281,16 +281,6 @@ def test_tenants_take_turns_however_many_batches_one_of_them_has(store: JobStore
         Validation(store, batch, RULES).fail("wrong", "wrong")
     checks.close()
     assert order == ["many", "few", "other", "many", "many"]
-
-
-def test_files_for_an_endpoint_of_other_servers_are_left_to_them(store: JobStore) -> None:
-    add_batch(store, "early")
-    engine: Any = SimpleNamespace(endpoints=(EMBEDDINGS_URL,))
-    checks = Validator(store, engine, ThreadPoolExecutor(1), max_lines=9, on_checked=lambda: None)
-    assert checks._claim() is None
-    engine.endpoints = URLS
-    assert checks._claim() is not None
-    checks.close()
 
 
 def fail_for(
