@@ -114,10 +114,17 @@ class Ablation:
         """Measure what the store does not hold; an arm that fails is noted and passed over."""
         _console.log(f"about {self.options.estimate_s() / 60:.0f} minutes at most")
         end = self.options.repetitions + 1
+        self._check_what_is_left(range(1, end))
         for first in range(1, end, self.options.rounds):
             slo, reference = self._reference(first)
             self._measure_all(range(first, min(first + self.options.rounds, end)), slo, reference)
         self._write_summary()
+
+    def _check_what_is_left(self, numbers: range) -> None:
+        """A run that goes on does so as it began."""
+        if all(self.store.has(name, number) for name in self._arms for number in numbers):
+            return
+        self.store.refuse_mixing(self._arms, numbers, provenance())
 
     def _measure_all(self, numbers: range, slo: Slo, reference: Tree) -> None:
         """Every arm in these repetitions, on the same servers and with the same promises."""
@@ -199,9 +206,8 @@ class Ablation:
         with ExitStack() as stack:
             for name in names:
                 promised = with_promises(self._arms[name], slo)
-                for number in reversed(numbers):
-                    path = self.store.folder / "configs" / f"{name}-{number}.toml"
-                    arm = with_config_file(promised, path)
+                for number in (one for one in reversed(numbers) if not self.store.has(name, one)):
+                    arm = with_config_file(promised, self.store.config_path(name, number))
                 server = self._start(arm, name, numbers[0])
                 stack.callback(stop_server, server)
                 servers[name] = arm, server
@@ -281,7 +287,7 @@ class Ablation:
         return {
             "name": self.options.name or self.options.workload,
             "command": self._command,
-            **provenance(),
+            **self.store.provenance(provenance()),
             "options": dataclasses.asdict(self.options),
             "arms": {name: dataclasses.asdict(arm) for name, arm in self._arms.items()},
             "server_args": {name: server_args(self.options, a) for name, a in self._arms.items()},

@@ -38,6 +38,9 @@ def summary_markdown(config: Tree, arms: Arms) -> str:
 def _setting(config: Tree) -> list[str]:
     options, online = config["options"], config["online"]
     limits = f"KV pool {options['pool_tokens']} tokens" if options["pool_tokens"] else "own KV pool"
+    load = options["online_load"]
+    if options["online_rps"]:
+        load = options["online_rps"] / config["saturation_rps"]
     lines = [
         f"    {config['command']}",
         "",
@@ -48,7 +51,7 @@ def _setting(config: Tree) -> list[str]:
         f"prefill chunk {options['chunked_prefill_size'] or 'default'}",
         f"- workload {options['workload']}: {WORKLOADS[options['workload']].about}",
         f"- online: {online['requests']} requests in {options['duration_s']:g} s, "
-        f"{options['online_load']:.0%} of the {config['saturation_rps']:.2f} requests/s at which "
+        f"{load:.0%} of the {config['saturation_rps']:.2f} requests/s at which "
         f"the stock server saturates; {online['prompt_tokens']} prompt tokens and "
         f"{online['output_tokens']} to generate",
         f"- offline: {config['offline']['lines']} lines",
@@ -56,6 +59,11 @@ def _setting(config: Tree) -> list[str]:
         f"x the p99 TPOT of the stock server alone: {_promises(config)}",
     ]
     lines += [f"- the stock server alone measured again keeps that for {_again(config)}"]
+    if options["rounds"] > 1 and len(config["arms"]) > options["servers_up"]:
+        lines += [
+            f"- {options['servers_up']} servers were up at a time: arms of one group were measured "
+            "in turn, the groups one after the other"
+        ]
     return lines + [f"- NOT MEASURED: {failure}" for failure in config["failures"]]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from echo_sgl.config import load_config, parse_config
+from echo_sgl.errors import ConfigError
 from eval.ablation_options import AblationOptions
+from eval.arms import Arm
 from eval.options import flag
 from eval.workloads import WorkloadError
 
@@ -38,8 +41,8 @@ class Store:
             return
         if not options.resume:
             raise WorkloadError(
-                f"{folder} holds results already; go on with --resume, give another --name, or "
-                "remove the folder"
+                f"{folder} holds results already; go on with --resume, measure into another "
+                "folder, or remove this one"
             )
         self._check(measured_with)
 
@@ -48,8 +51,41 @@ class Store:
             if wanted.get(key, measured) != measured:
                 raise WorkloadError(
                     f"{self.folder} was measured with {flag(key)} {measured!r}, not "
-                    f"{wanted[key]!r}; give the same, or another --name"
+                    f"{wanted[key]!r}; give the same, or measure into another folder"
                 )
+
+    def refuse_mixing(
+        self, arms: Mapping[str, Arm], repetitions: Sequence[int], now: Mapping[str, str]
+    ) -> None:
+        """Before more is measured: what is there must be of the same settings and machine.
+
+        `now`: this machine's provenance. Errors: `WorkloadError` says what has changed since.
+        """
+        for name, arm in arms.items():
+            done = [number for number in repetitions if self.has(name, number)]
+            if not done or len(done) == len(repetitions):
+                continue
+            if changed := _changed_settings(self.config_path(name, done[0]), arm):
+                raise WorkloadError(
+                    f"{self.folder} has runs of {name} with other settings: {', '.join(changed)}; "
+                    f"measure into another folder, or remove raw/{name}-*.json and go on"
+                )
+        for key, value in self.provenance(now).items():
+            if key != "date" and value != now[key]:
+                raise WorkloadError(
+                    f"{self.folder} was measured with {key} {value}, this is {now[key]}; measure "
+                    "into another folder"
+                )
+
+    def provenance(self, now: Mapping[str, str]) -> dict[str, str]:
+        """That of what was measured here; `now` if nothing was."""
+        path = self.folder / "config.json"
+        known = orjson.loads(path.read_bytes()) if path.exists() else {}
+        return {key: known.get(key, value) for key, value in now.items()}
+
+    def config_path(self, name: str, repetition: int) -> Path:
+        """Of an arm's server."""
+        return self.folder / "configs" / f"{name}-{repetition}.toml"
 
     def has(self, name: str, repetition: int = 0) -> bool:
         return self._path(name, repetition).exists()
@@ -88,3 +124,21 @@ class Store:
     def _path(self, name: str, repetition: int) -> Path:
         stem = f"{name}-{repetition}" if repetition else name
         return self.folder / "raw" / f"{stem}.json"
+
+
+def _changed_settings(path: Path, arm: Arm) -> list[str]:
+    """Those that an arm would have now and had not, as `section.key then -> now`."""
+    if not arm.settings or not path.exists():
+        return []
+    try:
+        then = dataclasses.asdict(load_config(str(path)))
+    except ConfigError as error:
+        return [str(error)]
+    now = dataclasses.asdict(parse_config(arm.settings))
+    return [
+        f"{section}.{key} {then[section][key]} -> {value}"
+        for section, values in now.items()
+        if section != "slo"
+        for key, value in values.items()
+        if then[section][key] != value
+    ]

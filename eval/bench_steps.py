@@ -1,9 +1,10 @@
 """What Echo's own code costs a step of the real scheduler with 50,000 pooled and 64 running.
 
-A server plans steps under promises while online requests decode beside the job; every step's
-own time, CPU time of the scheduler's thread, comes from `GET /echo/trace`. Nothing of SGLang's
-is the counterpart, so the share of the step's time stands in the place of a ratio. The model has
-one thread: with more, on two cores, it would leave none to the HTTP processes.
+A server plans steps under promises while 16 online requests decode beside the job, one
+beginning as another ends; every step's own time, CPU time of the scheduler's thread, comes from
+`GET /echo/trace`. Nothing of SGLang's is the counterpart, so the share of the step's time stands in
+the place of a ratio. The model has one thread: with more, on two cores, it would leave none to the
+HTTP processes.
 
 Planning a prefill costs what it starts. Answers of a job differ in length, and so a few requests
 end and start at a time: the shorter they are, the more. Where all are equally long, the whole
@@ -13,6 +14,7 @@ batch does at once, in one step. All three are measured.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -30,6 +32,8 @@ from eval.server import LOCAL, Server, running_server
 NUM_POOLED, NUM_RUNNING, NUM_ONLINE = 50_000, 64, 16
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 50, 40
 MIN_STEPS, MIN_POOLED = 1000, 45_000
+# An online answer's; one begins as another ends.
+ONLINE_TOKENS = (200, 600)
 ANSWER_TOKENS = 16
 # Name, and the shortest and the longest answer of the job.
 JOBS = {
@@ -99,8 +103,9 @@ def _steps(server: Server, answer_tokens: tuple[int, int]) -> tuple[Any, Any, An
     job = threading.Thread(target=_send_job, args=(server, answer_tokens), daemon=True)
     job.start()
     _wait(lambda: _num_pooled(server) >= MIN_POOLED, "the pool is full")
-    online = threading.Thread(target=_send_online, args=(server,), daemon=True)
-    online.start()
+    for number in range(NUM_ONLINE):
+        online = threading.Thread(target=_send_online, args=(server, number), daemon=True)
+        online.start()
     steps: list[tuple[float, float, bool]] = []
 
     def enough() -> bool:
@@ -115,11 +120,12 @@ def _steps(server: Server, answer_tokens: tuple[int, int]) -> tuple[Any, Any, An
 def _planned_steps(server: Server) -> list[tuple[float, float, bool]]:
     answer = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": LIMIT_S}, timeout=LIMIT_S)
     [replica] = answer.json()["replicas"]
-    at = {name: number for number, name in enumerate(replica["columns"])}
+    rows = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
+    beside_online = itertools.dropwhile(lambda row: row["num_decodes"] <= row["num_offline"], rows)
     return [
-        (row[at["own_s"]], row[at["time_s"]], not row[at["num_prefills"]])
-        for row in replica["rows"]
-        if row[at["num_pooled"]] >= MIN_POOLED and row[at["time_s"]] is not None
+        (row["own_s"], row["time_s"], not row["num_prefills"])
+        for row in beside_online
+        if row["num_pooled"] >= MIN_POOLED and row["time_s"] is not None
     ]
 
 
@@ -132,9 +138,11 @@ def _send_job(server: Server, answer_tokens: tuple[int, int]) -> None:
     _generate(server, prompts, lengths, custom_params={"service_tier": "flex"})
 
 
-def _send_online(server: Server) -> None:
-    rng = random.Random(1)
-    _generate(server, [_tokens(rng, 20) for _ in range(NUM_ONLINE)], [400] * NUM_ONLINE)
+def _send_online(server: Server, number: int) -> None:
+    """One after the other, until the server is stopped."""
+    rng = random.Random(number + 1)
+    while server.process.poll() is None:
+        _generate(server, [_tokens(rng, 20)], [rng.randint(*ONLINE_TOKENS)])
 
 
 def _generate(

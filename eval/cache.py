@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shlex
-import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 from rich.console import Console
 
@@ -35,6 +35,7 @@ from eval.machine import device_args, provenance
 from eval.mix import SERVED_MODEL
 from eval.models import demo_model
 from eval.records import write_records
+from eval.results_folder import replacing
 from eval.server import ServerStartError, running_server
 from eval.summary import over_repetitions
 from eval.workloads import WorkloadError
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
         for job_name in options.job_names:
             folder = run(options, job_name, command=command)
             print((folder / "summary.md").read_text(encoding="utf-8"))
-    except (WorkloadError, ServerStartError) as error:
+    except (WorkloadError, ServerStartError, httpx.HTTPError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -63,19 +64,19 @@ def run(
     """Measure all arms on one job and write its results, replacing those of the same name."""
     model = demo_model(options.size)
     load = build_load(options, job_name, load_tokenizer(str(model)))
-    folder = results_dir / options.folder_name(job_name)
-    shutil.rmtree(folder, ignore_errors=True)
     config = _config(options, job_name, load, command)
-    _write_json(folder / "config.json", config)
     # The prompts live as long as the run: a collector that walks them would delay sending.
     gc.collect()
     gc.freeze()
-    trees = _measure(options, load, folder, model, config["bounds"])
-    summary = {name: over_repetitions(runs) for name, runs in trees.items()}
-    _write_json(folder / "summary.json", {"arms": summary, "repetitions": trees})
-    text = summary_markdown(config, summary)
-    (folder / "summary.md").write_text(text, encoding="utf-8")
-    return folder
+    results = results_dir / options.folder_name(job_name)
+    with replacing(results) as folder:
+        _write_json(folder / "config.json", config)
+        trees = _measure(options, load, folder, model, config["bounds"])
+        summary = {name: over_repetitions(runs) for name, runs in trees.items()}
+        _write_json(folder / "summary.json", {"arms": summary, "repetitions": trees})
+        text = summary_markdown(config, summary)
+        (folder / "summary.md").write_text(text, encoding="utf-8")
+    return results
 
 
 def server_args(options: CacheOptions, arm: Arm, pool_tokens: int) -> tuple[str, ...]:

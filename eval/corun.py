@@ -11,11 +11,11 @@ import asyncio
 import dataclasses
 import gc
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 from rich.console import Console
 
@@ -27,6 +27,7 @@ from eval.models import find_model
 from eval.options import CorunOptions, parse_options
 from eval.records import write_records
 from eval.report import summary_markdown
+from eval.results_folder import replacing
 from eval.server import Server, ServerStartError, running_server
 from eval.summary import over_repetitions, summarise_repetition
 from eval.workloads import WorkloadError
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> None:
     options = parse_options(argv, prog="python -m eval.corun")
     try:
         folder = run(options, command=f"python -m eval.corun {shlex.join(argv)}".strip())
-    except (WorkloadError, ServerStartError) as error:
+    except (WorkloadError, ServerStartError, httpx.HTTPError) as error:
         sys.exit(f"error: {error}")
     print((folder / "summary.md").read_text(encoding="utf-8"))
 
@@ -53,13 +54,19 @@ def run(options: CorunOptions, *, command: str) -> Path:
     """Measure all arms and write the results folder, replacing one of the same name."""
     model, _ = find_model(options.model)
     mix = build_mix(options, load_tokenizer(model))
-    folder = RESULTS_DIR / options.name
-    shutil.rmtree(folder, ignore_errors=True)
-    config = _config(options, mix, command)
-    _write_json(folder / "config.json", config)
     # The prompts live as long as the run: a collector that walks them would delay sending.
     gc.collect()
     gc.freeze()
+    with replacing(RESULTS_DIR / options.name) as folder:
+        _measure(options, mix, folder, model, _config(options, mix, command))
+    return RESULTS_DIR / options.name
+
+
+def _measure(
+    options: CorunOptions, mix: Mix, folder: Path, model: str, config: dict[str, Any]
+) -> None:
+    """The arms one after the other, every second repetition in reverse."""
+    _write_json(folder / "config.json", config)
     arms = pick_arms(options.arm_names)
     trees: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for repetition in range(options.repetitions):
@@ -71,7 +78,6 @@ def run(options: CorunOptions, *, command: str) -> Path:
     _write_json(folder / "summary.json", {"arms": summary, "repetitions": trees})
     text = summary_markdown(config, summary)
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    return folder
 
 
 def server_args(options: CorunOptions, arm: Arm) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,19 @@ from echo_sgl.estimators.profile import Profile, load_profile, save_profile
 from echo_sgl.sim.server_config import ServerConfig, SpeedChange
 from eval.ablation import Ablation
 from eval.ablation_figures import reference_figures
-from eval.ablation_load import LLM_D
 from eval.ablation_options import AblationOptions, parse_options
 from eval.ablation_phases import PHASES, ArmRun
 from eval.arms import Arm
 from eval.corun import RESULTS_DIR
+from eval.fidelity_options import (
+    DEFAULT_ARMS,
+    SETTINGS,
+    Load,
+    check_load,
+    facts_of,
+    given_load,
+    stored_options,
+)
 from eval.fidelity_replay import (
     Prompts,
     bodies_of,
@@ -67,28 +74,12 @@ from eval.slo import Slo
 from eval.workloads import WorkloadError
 
 NOTE_COLUMNS = (*BatchRow._fields, "start_s", "time_s")
-DEFAULT_ARMS = "echo,hygen,bs"
 CAUSES = "causes.md"  # what was found by hand; goes into the summary as it is
 # A figure is the median of so many, which differ in how the times of steps scatter.
 NUM_SIMULATIONS = 15
-# Of the server's own settings, what the simulator has, and what they are if nobody says.
-SETTINGS: dict[str, Any] = {
-    "page_size": 1,
-    "disable_overlap_schedule": False,
-    "max_prefill_tokens": 16384,
-    "schedule_conservativeness": 1.0,
-}
 
 Tree = dict[str, Any]
 _console = Console(stderr=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is else measured on a stock server first: the online rate, and what is promised."""
-
-    rate_rps: float
-    slo: Slo
 
 
 class Fidelity(Ablation):
@@ -204,15 +195,8 @@ class Fidelity(Ablation):
         """What the server said of itself, else what its options made of it."""
         if self.store.has(f"server-{name}", repetition):
             return self.store.read(f"server-{name}", repetition)
-        options = self.options
-        given = (options.pool_tokens, options.max_running_requests, options.chunked_prefill_size)
-        if not all(given) or options.server_args:
-            raise WorkloadError(
-                f"{self.store.folder} does not say how large {name}'s server was; a run with "
-                "--pool-tokens, --max-running-requests and --chunked-prefill-size does"
-            )
-        names = ("max_total_tokens", "max_running_requests", "chunked_prefill_tokens")
-        return {**SETTINGS, **dict(zip(names, given, strict=True)), "is_mixed_chunk": False}
+        config = orjson.loads((self.store.folder / "config.json").read_bytes())
+        return facts_of(self.options, config["server_args"][name], f"{self.store.folder}, {name}")
 
     def _run_arm(
         self,
@@ -311,46 +295,6 @@ def at_speed(config: ServerConfig, evidence: Tree, changes: Sequence[SpeedChange
     return dataclasses.replace(config, step_factors=changes, host=host)
 
 
-def check_load(options: AblationOptions) -> None:
-    """Errors: `WorkloadError` names what the simulator does not play."""
-    stock = [name for name, arm in options.picked_arms().items() if not arm.settings]
-    if stock:
-        raise WorkloadError(
-            f"{', '.join(stock)} are stock schedulers, which the simulator does not play; "
-            f"allowed are Echo's presets, as {DEFAULT_ARMS}"
-        )
-    if options.workload == LLM_D:
-        raise WorkloadError(
-            f"the lines of workload {LLM_D} have windows of their own, which a simulated trace "
-            "does not have; choose another workload"
-        )
-
-
-def given_load(rate_rps: float, promise: str) -> Load | None:
-    """Errors: `WorkloadError` when the promise is not two times above 0."""
-    if not rate_rps:
-        return None
-    try:
-        ttft_s, tpot_s = (float(part) for part in promise.split(","))
-    except ValueError:
-        ttft_s = tpot_s = 0.0
-    if not (ttft_s > 0 and tpot_s > 0 and rate_rps > 0):
-        raise WorkloadError(
-            f"--rate-rps is {rate_rps:g} and --promise {promise!r}; give a rate above 0, and TTFT "
-            "and TPOT in seconds as 1.5,0.15"
-        )
-    return Load(rate_rps, Slo(ttft_s, tpot_s))
-
-
-def stored_options(folder: Path, arms: str) -> AblationOptions:
-    """The options that a folder was measured with. Errors: `WorkloadError` when it has none."""
-    try:
-        measured = orjson.loads((folder / "raw" / "options.json").read_bytes())
-    except OSError as error:
-        raise WorkloadError(f"{folder} holds no results: {error.strerror}") from error
-    return AblationOptions(**measured, arms=arms, resume=True)
-
-
 def main(argv: list[str]) -> None:
     """Measure and replay, or replay only; ends with code 1 for wrong input."""
     parser = argparse.ArgumentParser(prog="python -m eval.fidelity", add_help=False)
@@ -375,6 +319,8 @@ def main(argv: list[str]) -> None:
     )
     command = f"python -m eval.fidelity {shlex.join(argv)}".strip()
     try:
+        if options.name:
+            raise WorkloadError("--name names an ablation's folder; here it is --folder")
         if own.replay_only:
             options = stored_options(RESULTS_DIR / own.folder, options.arms)
         run = Fidelity(

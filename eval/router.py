@@ -36,7 +36,11 @@ def running_router(python: Path, urls: Sequence[str], log_path: Path) -> Iterato
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def version_of(python: Path) -> str:

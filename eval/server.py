@@ -104,7 +104,7 @@ def start_server(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_server_env(env, scratch),
+            env=_server_env(env, scratch, is_local=Path(model).exists()),
             start_new_session=True,
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only sets a flag
         )
@@ -144,13 +144,17 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _server_env(extra: Mapping[str, str] | None, scratch: Path) -> dict[str, str]:
+def _server_env(
+    extra: Mapping[str, str] | None, scratch: Path, *, is_local: bool
+) -> dict[str, str]:
+    """`is_local`: the model is a folder, so that nothing has to be fetched."""
     env = {key: value for key, value in os.environ.items() if key != CONFIG_ENV}
     # Without a bytecode cache every start compiles SGLang anew and takes twice as long.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     # Compiled kernels are kept beside temporary files unless they are given a place to stay.
     kernels = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor-echo"} | env
-    return kernels | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(scratch)} | dict(extra or {})
+    offline = {"HF_HUB_OFFLINE": "1"} if is_local else {}
+    return kernels | offline | {"TMPDIR": str(scratch)} | dict(extra or {})
 
 
 def _start_failure(server: Server, what: str) -> str:

@@ -119,10 +119,13 @@ class Soak:
 
 
 def sample(server: Server, name: str) -> float:
-    """The sum of a metric's samples."""
+    """The sum of a metric's samples. Errors: `RuntimeError` when the server has no such metric."""
     page = LOCAL.get(f"{server.url}/metrics", timeout=30).text
     families = text_string_to_metric_families(page)
-    return sum(one.value for family in families for one in family.samples if one.name == name)
+    values = [one.value for family in families for one in family.samples if one.name == name]
+    if not values:
+        raise RuntimeError(f"the server's /metrics has no {name}")
+    return sum(values)
 
 
 def check_nothing_is_held(server: Server) -> dict[str, float]:
@@ -174,6 +177,8 @@ def main(argv: list[str]) -> None:
         evicted = sample(server, "echo_sgl_evicted_tokens_total")
         retractions = sample(server, "echo_sgl_retractions_total")
         held = check_nothing_is_held(server)
+    if broken := [end for end in soak.ends if end.startswith("answered 5")]:
+        raise RuntimeError(f"the server broke: {', '.join(broken)}; {log_path} says why")
     summary = {
         "options": vars(options),
         "pool_tokens": POOL_TOKENS,

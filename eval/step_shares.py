@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from echo_sgl.engine.step_log import DEFAULT_CAPACITY
+from echo_sgl.types import MAX_TRACE_S
 from eval.server import LOCAL, Server
 
 Row = dict[str, Any]
@@ -23,11 +26,21 @@ FULL_SHARE = 0.75
 
 
 def step_rows(server: Server, seconds: float) -> list[Row]:
-    """The steps of the last seconds from `GET /echo/trace`; none of a server without Echo."""
+    """The steps of the last seconds from `GET /echo/trace`.
+
+    None of a server without Echo; nor if there were more than it remembers, whose shares would
+    be those of the last part only.
+    """
+    if seconds > MAX_TRACE_S:
+        print(f"no steps: a server tells those of the last {MAX_TRACE_S:g} s", file=sys.stderr)
+        return []
     answer = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": seconds}, timeout=60)
     if answer.status_code == 404:
         return []
     replicas = answer.raise_for_status().json()["replicas"]
+    if any(len(one["rows"]) >= DEFAULT_CAPACITY for one in replicas):
+        print(f"no steps: a server remembers the last {DEFAULT_CAPACITY:,}", file=sys.stderr)
+        return []
     return [dict(zip(one["columns"], row, strict=True)) for one in replicas for row in one["rows"]]
 
 

@@ -102,6 +102,7 @@ class Fleet:
             if index == len(self._servers):
                 self._servers.append(self._start(index))
             elif self._servers[index].process.poll() is not None:
+                stop_server(self._servers[index])  # what it left behind
                 self._servers[index] = self._start(index)
         servers = self._servers[:num_servers]
         for server in servers:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from echo_sgl.errors import EchoError
 
-DATA_DIR = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATA_ENV = "ECHO_EVAL_DATA"
+BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATA_DIR = Path(os.environ.get(DATA_ENV) or BESIDE_THE_CLONE)
 
 
 class WorkloadError(EchoError, ValueError):
@@ -35,4 +38,6 @@ def find_data(name: str) -> Path:
     for path in (Path(name), DATA_DIR / name):
         if path.is_file():
             return path
-    raise WorkloadError(f"there is no file {name}, neither here nor in {DATA_DIR}")
+    raise WorkloadError(
+        f"there is no file {name}, neither here nor in {DATA_DIR}; {DATA_ENV} names another folder"
+    )

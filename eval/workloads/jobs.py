@@ -101,12 +101,14 @@ def limit_answers(lines: Sequence[BatchLine], max_tokens: int) -> list[BatchLine
     """The same lines with at most `max_tokens` generated tokens each (0: as they are)."""
     if not max_tokens:
         return list(lines)
-    return [
-        line | {"body": line["body"] | {"max_tokens": min(max_tokens, line["body"]["max_tokens"])}}
-        if "max_tokens" in line["body"]
-        else line | {"body": line["body"] | {"max_tokens": max_tokens}}
-        for line in lines
-    ]
+    return [line | {"body": _limited(line["body"], max_tokens)} for line in lines]
+
+
+def _limited(body: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """By the name that it has already: of two, SGLang goes by the newer one."""
+    names = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    own = {name: min(max_tokens, body[name]) for name in names}
+    return {**body, **(own or {"max_tokens": max_tokens})}
 
 
 def _text_set_line(

@@ -213,11 +213,30 @@ def test_results_are_never_replaced_nor_mixed_with_those_of_other_options(tmp_pa
     Store(tmp_path / "x", AblationOptions(duration_s=30))
     store = Store(tmp_path / "x", AblationOptions())  # nothing was measured: no harm
     store.write({"rps": 2.0}, "calibration")
-    with pytest.raises(WorkloadError, match="go on with --resume, give another --name"):
+    with pytest.raises(WorkloadError, match="go on with --resume, measure into another folder"):
         Store(tmp_path / "x", AblationOptions())
     changed = AblationOptions(resume=True, duration_s=30)
     with pytest.raises(WorkloadError, match=r"measured with --duration-s 40\.0, not 30"):
         Store(tmp_path / "x", changed)
+
+
+def test_a_run_goes_on_as_it_began_or_not_at_all(tmp_path: Path) -> None:
+    store = Store(tmp_path / "x", AblationOptions())
+    now = {"machine": "two cores", "torch": "2", "date": "2026-01-01"}
+    [echo] = ablation_arms(["echo"]).values()
+    [other] = ablation_arms(["echo:steps.place_share=0.7"]).values()
+    store.refuse_mixing({"echo": other}, (1, 2), now)  # nothing was measured
+    with_config_file(with_promises(echo, SLO), store.config_path("echo", 1))
+    store.write({"figures": {}}, "echo", 1)
+    store.write_json("config.json", now)
+    store.refuse_mixing({"echo": echo}, (1, 2), now | {"date": "2026-01-02"})
+    store.refuse_mixing({"echo": other}, (1,), now)  # nothing is left
+    with pytest.raises(WorkloadError, match=r"other settings: steps\.place_share 0\.5 -> 0\.7"):
+        store.refuse_mixing({"echo": other}, (1, 2), now)
+    with pytest.raises(WorkloadError, match="measured with torch 2, this is 3; measure into"):
+        store.refuse_mixing({"echo": echo}, (1, 2), now | {"torch": "3"})
+    # What was measured stays of the day on which it was.
+    assert store.provenance(now | {"date": "2026-01-02"}) == now
 
 
 def test_waits_are_read_from_the_page_of_a_server_that_tells_them() -> None:

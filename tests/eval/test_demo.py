@@ -100,8 +100,13 @@ def test_the_chat_is_equal_for_every_arm_and_lasts_as_long_as_an_arm_may_take(
 def test_bench_rows_are_checked_shown_and_written(tmp_path: Path) -> None:
     path = tmp_path / "build" / "bench.json"
     row = ROW | {"name": "a figure", "ours": 41234.5678, "stock": None, "machine": "two cores"}
-    write_rows(checked("b", [row]), path)
-    assert orjson.loads(path.read_bytes()) == [row]
+    write_rows("bench_sim", checked("bench_sim", [row]), path)
+    write_rows("bench_cpu", [row | {"ours": 1}, row | {"ours": 2}], path)
+    write_rows("bench_sim", [row | {"ours": 3}], path)
+    kept = orjson.loads(path.read_bytes())
+    assert [(one["bench"], one["ours"]) for one in kept] == [
+        ("bench_cpu", 1), ("bench_cpu", 2), ("bench_sim", 3)]  # fmt: skip
+    assert kept[2] == row | {"bench": "bench_sim", "ours": 3}
     out = io.StringIO()
     Console(file=out, width=200).print(bench_table([row, row]))
     assert out.getvalue().count("two cores") == 1

@@ -16,7 +16,8 @@ from echo_sgl.estimators.profile import Profile
 from echo_sgl.sim.server_config import SpeedChange
 from echo_sgl.types import Task
 from eval.ablation_options import AblationOptions
-from eval.fidelity import at_speed, check_load, evidence_of, given_load, stored_options
+from eval.fidelity import at_speed, evidence_of
+from eval.fidelity_options import check_load, facts_of, given_load, stored_options
 from eval.fidelity_replay import Prompts, noise_of, replay, with_unfinished
 from eval.fidelity_report import (
     Row,
@@ -296,3 +297,16 @@ def test_a_load_that_is_none_is_refused_and_so_is_an_empty_folder(tmp_path: Path
         given_load(2.0, "1.5")
     with pytest.raises(WorkloadError, match="holds no results"):
         stored_options(tmp_path, "echo")
+
+
+def test_an_ablations_servers_are_known_by_their_options() -> None:
+    options = AblationOptions(server_args="--sleep-on-idle")
+    on_cpu = facts_of(options, ["--device", "cpu", "--sleep-on-idle"], "here")
+    assert on_cpu["max_total_tokens"] == 20_000 and on_cpu["disable_overlap_schedule"]
+    on_gpu = facts_of(options, ["--enable-mixed-chunk"], "here")
+    assert on_gpu["is_mixed_chunk"] and not on_gpu["disable_overlap_schedule"]
+    assert not on_cpu["is_mixed_chunk"]
+    with pytest.raises(WorkloadError, match=r"here was measured with --page-size 16, which is not"):
+        facts_of(AblationOptions(server_args="--page-size 16 --sleep-on-idle"), [], "here")
+    with pytest.raises(WorkloadError, match="nothing says how large the server was"):
+        facts_of(AblationOptions(pool_tokens=0), [], "here")

@@ -172,6 +172,16 @@ def test_answers_are_limited_and_never_lengthened() -> None:
     assert limit_answers(lines, 0) == lines
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answers_limit_keeps_its_name(name: str) -> None:
+    bodies = [{name: 50}, {name: None}, {}, {"max_tokens": 80, "max_completion_tokens": 3}]
+    lines = [{"custom_id": "a", "body": body} for body in bodies]
+    limited = [line["body"] for line in limit_answers(lines, 10)]
+    assert limited[0] == {name: 10}
+    assert limited[1]["max_tokens"] == limited[2]["max_tokens"] == 10
+    assert limited[3] == {"max_tokens": 10, "max_completion_tokens": 3}
+
+
 def test_shuffling_is_by_seed_and_loses_no_line() -> None:
     lines = [batch_line(str(number), {}) for number in range(50)]
     assert shuffled(lines, 1) == shuffled(lines, 1) != shuffled(lines, 2)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
-from eval.step_shares import KINDS, kind_of, room, step_shares
+from echo_sgl.engine.step_log import DEFAULT_CAPACITY
+from echo_sgl.types import MAX_TRACE_S
+from eval.server import Server
+from eval.step_shares import KINDS, kind_of, room, step_rows, step_shares
 
 
 def step(start_s: float, time_s: float | None, **fields: float | None) -> dict[str, object]:
@@ -57,3 +61,18 @@ def test_without_online_work_all_of_the_time_is_room() -> None:
     rows = [step(0.0, 2.0, num_decodes=4, num_offline=4)]
     assert room(rows) == 1.0
     assert room([step(0.0, 1.0, num_prefills=1)]) is None
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "seconds", "num_told"),
+    [(3, 10.0, 3), (DEFAULT_CAPACITY, 10.0, 0), (3, MAX_TRACE_S + 1, 0)],
+)
+def test_a_part_of_the_steps_is_not_taken_for_all_of_them(
+    num_steps: int, seconds: float, num_told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [[float(number)] for number in range(num_steps)]
+    answer = {"replicas": [{"columns": ["start_s"], "rows": rows}]}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
+    monkeypatch.setattr("eval.step_shares.LOCAL", httpx.Client(transport=transport))
+    server = Server("http://server", None, None, None)  # type: ignore[arg-type]
+    assert len(step_rows(server, seconds)) == num_told
