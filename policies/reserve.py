@@ -28,13 +28,8 @@ class BurstReserve:
     def __init__(
         self, config: ReserveConfig, predictor: KvDemandPredictor | None, capacity_tokens: int
     ) -> None:
-        if capacity_tokens <= 0:
-            raise ValueError(
-                f"capacity_tokens is {capacity_tokens}; it must be above 0: "
-                "a pool without tokens has nothing to share"
-            )
+        check_bounds(config, capacity_tokens)
         highest = math.floor(config.max_share * capacity_tokens)
-        _check_min_tokens(config, highest, capacity_tokens)
         self._capacity_tokens = capacity_tokens
         self._lowest_tokens, self._highest_tokens = config.min_tokens, highest
         self._cold_start_tokens = math.ceil(config.cold_start_share * capacity_tokens)
@@ -71,7 +66,14 @@ class BurstReserve:
         return math.ceil(max(0.0, peak_tokens - self._online_tokens))
 
 
-def _check_min_tokens(config: ReserveConfig, highest_tokens: int, capacity_tokens: int) -> None:
+def check_bounds(config: ReserveConfig, capacity_tokens: int) -> None:
+    """Errors: `ValueError` when a pool of that size has no room for the least reserve."""
+    if capacity_tokens <= 0:
+        raise ValueError(
+            f"capacity_tokens is {capacity_tokens}; it must be above 0: "
+            "a pool without tokens has nothing to share"
+        )
+    highest_tokens = math.floor(config.max_share * capacity_tokens)
     if config.min_tokens > capacity_tokens:
         raise ValueError(
             f"reserve.min_tokens is {config.min_tokens}; allowed is 0 to {capacity_tokens}, "

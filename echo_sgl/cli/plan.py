@@ -77,11 +77,13 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     from echo_sgl.sim.trace_files import read_trace_file
 
     targets = read_slo(slo)
-    echo = promising(load_config(resolve_config_path(config)), targets)
+    given = load_config(resolve_config_path(config))
+    echo = promising(given, targets)
     multiples = _picture_loads(picture, loads, echo)
     measured = _profiles(profile)
     prices = _prices(price_per_hour, tuple(measured))
     resources = _resources(kv_tokens, instances, tuple(measured))
+    _check_reserve(echo, resources, page_tokens)
     read = read_trace_file(trace, skip_empty=skip_empty)
     offline = _offline_work(jobs, job_output_tokens)
     settings = {
@@ -93,7 +95,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     devices = _devices(measured, resources[0].kv_tokens, echo, settings)
     found, points = _simulate(devices, read.trace, offline, targets, resources, prices, multiples)
     warnings = [*read.warnings, *_range_warnings(found, measured)]
-    _show(found, targets, measured, prices, warnings, points, as_json=as_json)
+    rules = describe_rules(config, given, echo)
+    _show(found, targets, measured, prices, warnings, points, rules, as_json=as_json)
     if picture is not None:
         draw_picture(picture, points)
     _exit(found)
@@ -154,6 +157,17 @@ def _offline_work(jobs: Path | None, output_tokens: int) -> Trace:
     return read_job_lines(jobs, output_tokens=output_tokens)
 
 
+def _check_reserve(echo: EchoConfig, resources: list[Resource], page_tokens: int) -> None:
+    """Errors: `ConfigError` when one of the pools is too small for what is kept free in it."""
+    from echo_sgl.policies.reserve import check_bounds
+
+    for size in {one.kv_tokens for one in resources}:
+        try:
+            check_bounds(echo.reserve, size // page_tokens * page_tokens)
+        except ValueError as error:
+            raise ConfigError(f"--kv-tokens {size}: {error}") from error
+
+
 def _show(
     found: Plan,
     targets: tuple[Target, ...],
@@ -161,6 +175,7 @@ def _show(
     prices: dict[str, float] | None,
     warnings: list[str],
     points: list[LoadPoint],
+    rules: str,
     *,
     as_json: bool,
 ) -> None:
@@ -169,11 +184,11 @@ def _show(
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     if as_json:
-        answer = document(found, targets, prices, warnings, points)
+        answer = {"rules": rules, **document(found, targets, prices, warnings, points)}
         typer.echo(json.dumps(answer, indent=2, allow_nan=False))
         return
-    names = {name: f"{one.device}, model {one.model}" for name, one in measured.items()}
-    typer.echo("\n".join(table(found, targets, names, prices)))
+    heads = [f"{name}: {one.device}, model {one.model}" for name, one in measured.items()]
+    typer.echo("\n".join(table(found, targets, [*heads, rules], prices)))
     if points:
         typer.echo("\n".join(sweep_table(points)))
 
@@ -203,6 +218,19 @@ def promising(echo: EchoConfig, targets: tuple[Target, ...]) -> EchoConfig:
     limit = "slack" if echo.steps.limit == "relative" else echo.steps.limit
     steps = dataclasses.replace(echo.steps, limit=limit)
     return dataclasses.replace(echo, slo=slo, steps=steps)
+
+
+def describe_rules(name: str, given: EchoConfig, planned: EchoConfig) -> str:
+    """Under which promises the servers were simulated, which their own config is to have."""
+    if planned != given:
+        slo = planned.slo
+        return (
+            f"config {name} with [slo] ttft_s = {slo.ttft_s:g}, tpot_s = {slo.tpot_s:g}: write "
+            "these into the servers' config"
+        )
+    if given.slo.ttft_s and given.slo.tpot_s:
+        return f"config {name} with its own promises"
+    return f"config {name} without promises: [slo] has none, and --slo not both TTFT and TPOT"
 
 
 def _simulate(

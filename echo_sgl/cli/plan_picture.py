@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,13 @@ def check_picture(path: Path) -> None:
         raise ConfigError(f"--picture is {str(path)!r}; the name must end in {', '.join(FORMATS)}")
     if path.is_dir():
         raise ConfigError(f"--picture is {str(path)!r}, which is a folder; name a file in it")
-    if not path.resolve().parent.is_dir():
+    folder = path.resolve().parent
+    if not folder.is_dir():
         raise ConfigError(f"--picture is {str(path)!r}; its folder does not exist")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--picture is {str(path)!r}, which may not be written")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--picture needs matplotlib: pip install 'echo-sgl[plots]'")
+        raise ConfigError("--picture needs matplotlib: pip install matplotlib")
 
 
 def draw_picture(path: Path, points: Sequence[LoadPoint]) -> None:
@@ -54,4 +58,7 @@ def draw_picture(path: Path, points: Sequence[LoadPoint]) -> None:
         sold.set_ylim(bottom=0.0)
         sold.set_ylabel("offline tokens an hour")
         sold.set_xlabel("online load, as a multiple of the trace's")
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        try:
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        except OSError as error:
+            raise ConfigError(f"--picture {path} was not written: {error.strerror}") from error

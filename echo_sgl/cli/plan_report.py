@@ -16,11 +16,10 @@ Prices = Mapping[str, float] | None
 
 
 def table(
-    found: Plan, targets: Sequence[Target], names: Mapping[str, str], prices: Prices
+    found: Plan, targets: Sequence[Target], heads: Sequence[str], prices: Prices
 ) -> Iterator[str]:
-    """The plan for a reader. `names`: of each device, what was measured there."""
-    for device, measured in names.items():
-        yield f"{device}: {measured}"
+    """The plan for a reader. `heads`: what was measured on each device, and under which rules."""
+    yield from heads
     yield f"SLO {', '.join(map(str, targets))}"
     yield (
         f"peak: {found.num_peak_requests} requests in five minutes, "

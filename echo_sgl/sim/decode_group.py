@@ -12,6 +12,9 @@ from echo_sgl.sim.workload import DecodeClock, SimRequest
 
 Entry = tuple[float, int, SimRequest]
 
+# Entries that are outdated stay in a heap until they come to its top, or are more than this.
+MAX_OUTDATED = 64
+
 
 class DecodeGroup(DecodeClock):
     """The decodes of one class. Each step adds one token to all of them.
@@ -149,6 +152,9 @@ class DecodeGroup(DecodeClock):
         return (request.seq_tokens - self.step - 1) % self._page_tokens
 
     def _push(self, heap: list[Entry], key: float, request: SimRequest) -> None:
+        if len(heap) > MAX_OUTDATED + 2 * len(self.members):
+            heap[:] = filter(self._is_here, heap)
+            heapq.heapify(heap)
         heapq.heappush(heap, (key, request.ticket, request))
 
     def _top(self, heap: list[Entry]) -> Entry | None:

@@ -19,6 +19,7 @@ from echo_sgl.types import Task
 CHARS_PER_TOKEN = 4
 EMBEDDING_OUTPUT_TOKENS = 1
 MAX_JOB_LINES = 1_000_000
+MAX_ANSWERS = 1000
 
 
 def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> Trace:
@@ -26,22 +27,24 @@ def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> 
 
     A text is taken to have `CHARS_PER_TOKEN` characters a token, token ids are counted, images
     take none; prompts that begin alike share their whole blocks. A line with several prompts is
-    planned as one that holds them all. Answers are as long as a line allows, or `output_tokens`
-    where that is above 0 and less; what a line allows is planned with in both cases. A line that
-    allows 0 tokens generates nothing, nor does an embedding; each counts as an answer of 1 token,
-    which is the step that computes it.
+    planned as one that holds them all, one that asks for `n` answers as so many. Answers are as
+    long as a line allows, or `output_tokens` where that is above 0 and less; what a line allows is
+    planned with in both cases. A line that allows 0 tokens generates nothing, nor does an
+    embedding; each counts as an answer of 1 token, which is the step that computes it.
 
     Errors: `TraceFileError` names the line.
     """
     blocks, prompts, outputs, allowed = [], array("q"), array("q"), array("q")
     for number, line in _lines(path):
         row = _row(path, number, line)
-        text = _text(path, number, row["body"])
-        prompts.append(-(-len(text) // CHARS_PER_TOKEN))
-        blocks.append(hashed_blocks(text))
+        text, num_answers = _text(path, number, row["body"]), _num_answers(path, number, row)
         most = _most_tokens(path, number, row)
-        allowed.append(most)
-        outputs.append(min(most, output_tokens) if output_tokens else most)
+        prompts.extend([-(-len(text) // CHARS_PER_TOKEN)] * num_answers)
+        blocks += [hashed_blocks(text)] * num_answers
+        allowed.extend([most] * num_answers)
+        outputs.extend([min(most, output_tokens) if output_tokens else most] * num_answers)
+        if len(blocks) > MAX_JOB_LINES:
+            raise TraceFileError(f"jobs {path} asks for more than {MAX_JOB_LINES:,} answers")
     if not blocks:
         raise TraceFileError(f"jobs {path} holds no line")
     return Trace(
@@ -119,6 +122,18 @@ def _piece(value: object) -> str:
     if isinstance(value, dict):
         value = value.get("text")
     return value if isinstance(value, str) else ""
+
+
+def _num_answers(path: Path, number: int, row: dict[str, Any]) -> int:
+    value = row["body"].get("n")
+    if value is None or row.get("url") == EMBEDDINGS_URL:
+        return 1
+    if type(value) is not int or not 1 <= value <= MAX_ANSWERS:
+        raise TraceFileError(
+            f"jobs {path}, line {number}: n is {value!r:.60}; it must be a whole number from 1 to "
+            f"{MAX_ANSWERS:,}, or left out for one answer"
+        )
+    return value
 
 
 def _most_tokens(path: Path, number: int, row: dict[str, Any]) -> int:

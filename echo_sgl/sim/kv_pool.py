@@ -6,6 +6,8 @@ capacity = free + private to requests + tree (locked + evictable)
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
 
 from echo_sgl.sim.prefix_tree import Node, PrefixTree
@@ -43,6 +45,20 @@ class KvPool:
     def active_tokens(self) -> int:
         """What requests hold, alone or under lock."""
         return self.private_tokens + self.tree.locked_tokens
+
+    def held_tokens(self, requests: Sequence[SimRequest]) -> int:
+        """What would be free or evictable if these ended: what they share counts once, and not at
+        all where another request holds it."""
+        num_holds: Counter[Node] = Counter()
+        for request in requests:
+            node: Node | None = _node(request)
+            while node is not None and node is not self.tree.root:
+                num_holds[node] += 1
+                node = node.parent
+        alone = sum(map(self._private_of, requests))
+        return alone + sum(
+            node.num_tokens for node, num in num_holds.items() if node.lock_count <= num
+        )
 
     def whole_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens) * self.page_tokens

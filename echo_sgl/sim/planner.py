@@ -88,8 +88,8 @@ class Plan:
 
     @property
     def is_all_done(self) -> bool:
-        """Whether the offline lines ended before the trace did."""
-        return self.whole is not None and self.whole.offline_done == self.num_share_lines
+        """Whether the offline lines ended before the trace did, but for those that never fit."""
+        return self.whole is not None and _is_job_done(self.whole, self.num_share_lines)
 
     def price_per_million(self, price_per_hour: float) -> float | None:
         """Money per million offline tokens if they paid for the whole hardware."""
@@ -100,9 +100,15 @@ class Plan:
 
 
 def offline_tokens_per_s(results: SimResults, num_lines: int) -> float:
-    """Prompt and answer, while there were lines to do."""
-    end_s = results.offline_end_s if results.offline_done == num_lines else results.end_s
-    return results.offline_tokens / (end_s - results.start_s) if results.offline_tokens else 0.0
+    """Prompt and answer, while there were lines to do; of those under way, what they have."""
+    end_s = results.offline_end_s if _is_job_done(results, num_lines) else results.end_s
+    num_tokens = results.offline_tokens + results.offline_begun_tokens
+    return num_tokens / (end_s - results.start_s) if num_tokens else 0.0
+
+
+def _is_job_done(results: SimResults, num_lines: int) -> bool:
+    """Whether no line is left that could be done."""
+    return results.offline_done + results.offline_refused == num_lines
 
 
 def keeps(results: SimResults, load: Mapping[str, float]) -> bool:

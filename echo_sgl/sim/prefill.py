@@ -188,16 +188,23 @@ class PrefillPass:
 
     def _makes_place(self, request: SimRequest) -> bool:
         """Whether somebody left a place to an online request: an offline one, or an online decode
-        that is ahead of its due time."""
-        return self._scheduler.retract_first() or self._scheduler.gives_way(request)
+        that is ahead of its due time, if there is memory for the request."""
+        scheduler = self._scheduler
+        if scheduler.retract_first():
+            return True
+        has_memory = self._needed_tokens(request) <= self._rem_total_tokens()
+        return has_memory and scheduler.gives_way(request)
 
     def _can_make_room(self, request: SimRequest) -> bool:
+        """Whether it could fit if every offline request were retracted."""
         scheduler = self._scheduler
-        offline = scheduler.offline
-        freed = offline.seq_tokens + scheduler.growth_of(offline)
-        freed += sum(one.seq_tokens for one in scheduler.parked.values())
-        needed = request.seq_tokens + request.planned_tokens + self._page
-        return needed <= self._rem_total_tokens() + freed
+        held_tokens = self._kv.held_tokens([*scheduler.offline, *scheduler.parked.values()])
+        freed = held_tokens + scheduler.growth_of(scheduler.offline)
+        return self._needed_tokens(request) <= self._rem_total_tokens() + freed
+
+    def _needed_tokens(self, request: SimRequest) -> int:
+        cached = min(self._kv.tree.cached_tokens(request.blocks), request.seq_tokens - 1)
+        return request.seq_tokens - cached + request.planned_tokens + self._page
 
     # ---- offline ---------------------------------------------------------------------------
 

@@ -161,8 +161,11 @@ class PrefixTree:
 
     def locked_prefix_tokens(self, blocks: array[int]) -> int:
         """Tokens of a path's cached part that running requests hold."""
-        node: Node | None = self._descend(blocks)[0]
-        num_tokens = 0
+        last, num_blocks, _ = self._descend(blocks)
+        child, num_tokens = self._child(last, blocks, num_blocks), 0
+        if child is not None and child.lock_count:  # a match would split it
+            num_tokens = sum(child.sizes[: _num_alike(child.blocks, blocks, num_blocks)])
+        node: Node | None = last
         while node is not None and node is not self.root:
             num_tokens += node.num_tokens if node.lock_count else 0
             node = node.parent

@@ -27,10 +27,11 @@ class SimResults:
 
     `online_kept`: requests whose promises were both kept. `refused`: online requests that can
     never fit. `unfinished`: requests that came and were not done at the end, `online_unfinished`:
-    online ones that were not done, or had not come. `offline_by_interval`: offline tokens
-    (prompt and answer) of requests that ended in each `INTERVAL_S`. `is_out_of_kv`: the run ended
-    early because requests that were let in outgrew the pool. `digest` is over every step: two runs
-    that agree in it did the same.
+    online ones that were not done, or had not come. `offline_begun_tokens`: of offline requests
+    that ran at the end, prompt and answer as far as they were. `offline_by_interval`: offline
+    tokens (prompt and answer) of requests that ended in each `INTERVAL_S`. `is_out_of_kv`: the run
+    ended early because requests that were let in outgrew the pool. `digest` is over every step:
+    two runs that agree in it did the same.
     Units: seconds, tokens.
     """
 
@@ -54,6 +55,7 @@ class SimResults:
     offline_prompt_tokens: int = 0
     offline_cached_tokens: int = 0
     offline_tokens: int = 0
+    offline_begun_tokens: int = 0
     offline_output_tokens: int = 0
     offline_end_s: float = 0.0
     num_parks: int = 0

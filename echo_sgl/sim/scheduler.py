@@ -8,7 +8,7 @@ the steps that are left to `DecodeGroup` and never to a policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
@@ -164,6 +164,12 @@ class SimScheduler(SimDecodeControl):
         holding = *self.offline, *self.parked.values(), self.chunked
         return [one for one in holding if one and one.is_offline]
 
+    @property
+    def begun_tokens(self) -> int:
+        """What the offline requests that hold memory have of their prompts and answers."""
+        running = [one for one in self._offline_running() if one not in self.done]
+        return sum(one.held_tokens for one in running)
+
     def begin(self, now_s: float) -> None:
         """Take in what runs and waits, before anything is decided."""
         self.now_s = now_s
@@ -219,27 +225,39 @@ class SimScheduler(SimDecodeControl):
         return self.planner.num_worth_starting(self._contexts(), len(self.parked), most)
 
     def make_decode_room(self) -> None:
-        """Retract until the next token of all that decode fits.
+        """Retract until the next token of all that decode fits: first from who does not decode.
 
         Errors: `OutOfKvError` when those who are left do not fit either.
         """
-        while self.online.growth_tokens + self.offline.growth_tokens > self.kv.available_tokens:
-            if not self.retract_first():
-                # Who sits out for a step holds memory as well.
-                self.take_back_left_out()
-                self._retract_online()
+        while self._lacks_room:
+            if not self._retract_parked() and not self._set_chunk_aside():
+                break
+        if not self._lacks_room:
+            return
+        self.take_back_left_out()  # who sits out for a step holds memory as well
+        while self._lacks_room:
+            self._retract_decode()
+        self.new_token_ratio.note_retraction([*self.online, *self.offline])
 
-    def _retract_online(self) -> None:
+    @property
+    def _lacks_room(self) -> bool:
+        growth_tokens = self.online.growth_tokens + self.offline.growth_tokens
+        return growth_tokens > self.kv.available_tokens
+
+    def _retract_decode(self) -> None:
+        """As SGLang does: offline decodes that started last before online ones with little done."""
+        if offline := self._sitting_out(self.offline):
+            self._retract_offline(max(offline, key=lambda one: one.ticket))
+            return
         victim = min(
-            (one for one in self.online if one not in self.done),
+            self._sitting_out(self.online),
             key=lambda one: (one.num_outputs, -one.prompt_tokens, one.number),
             default=None,
         )
         if victim is None:
             raise OutOfKvError(f"a pool of {self.kv.capacity_tokens} tokens is full of prefills")
         self._retract_running(victim)
-        self.waiting.appendleft(victim)
-        self.new_token_ratio.note_retraction([*self.online, *self.offline])
+        self.waiting.add(victim)
 
     def plan_decode(self) -> StepPlan | None:
         """A step that decodes all that run; their room is taken."""
@@ -303,26 +321,42 @@ class SimScheduler(SimDecodeControl):
 
     def retract_first(self) -> bool:
         """Take memory from an offline request: parked before running, least lost first."""
-        holders = [
-            _holder(one, is_parked=one.rid in self.parked)
-            for one in (*self.parked.values(), *self._sitting_out(self.offline))
-        ]
-        order = preemption_order(holders)
+        return self._retract_of([*self.parked.values(), *self._sitting_out(self.offline)])
+
+    def _retract_parked(self) -> bool:
+        return self._retract_of([*self.parked.values()])
+
+    def _retract_of(self, requests: Sequence[SimRequest]) -> bool:
+        order = preemption_order(
+            [_holder(one, is_parked=one.rid in self.parked) for one in requests]
+        )
         if not order:
             return False
+        self._retract_offline(next(one for one in requests if one.rid == order[0]))
+        return True
+
+    def _retract_offline(self, request: SimRequest) -> None:
         self.planner.gating.note_lost()
-        if (request := self.parked.pop(order[0], None)) is not None:
+        if self.parked.pop(request.rid, None) is not None:
             self._release(request)
         else:
-            request = self.offline.members[order[0]]
             self._retract_running(request)
         self.pool.add(request, resumed=True)
-        return True
+
+    def _set_chunk_aside(self) -> bool:
+        """For decodes that need its room; whether there was an unfinished offline prefill."""
+        request = self._take_chunk()
+        if request is not None:
+            self.pool.add(request, resumed=True)
+        return request is not None
 
     def park_chunk(self) -> SimRequest | None:
         """Set an unfinished offline prefill aside when an online request waits."""
+        return self._take_chunk() if self.waiting else None
+
+    def _take_chunk(self) -> SimRequest | None:
         request = self.chunked
-        if request is None or not request.is_offline or not self.waiting:
+        if request is None or not request.is_offline:
             return None
         self.chunked = None
         self.kv.release(request)

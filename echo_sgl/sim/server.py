@@ -119,6 +119,7 @@ class SimServer:
                     on_progress(now_s)
         self.results.unfinished = self.num_unfinished
         self.results.online_unfinished = self.num_online_unfinished
+        self.results.offline_begun_tokens = self.scheduler.begun_tokens
         counts = self.scheduler.tree.counts
         self.results.evicted_tokens = counts.evicted_tokens
         self.results.evicted_needed_tokens = counts.evicted_needed_tokens

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from echo_sgl.cli import app
+from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.profile import Profile, save_profile
 from tests.sim.workloads import COEFFICIENTS, device, online_trace
@@ -181,6 +182,53 @@ def test_the_table_tells_the_same(files: dict[str, str]) -> None:
     assert "40,000" in out
     assert "kept" in out
     assert "40 of 40 done, after 0.0" in out
+
+
+def test_a_line_that_never_fits_does_not_change_what_the_others_bring(
+    files: dict[str, str],
+) -> None:
+    options = ("--jobs", files["jobs.jsonl"], "--kv-tokens", "40000", "--json")
+    fitting = json.loads(run(files, *options)[1])
+    with Path(files["jobs.jsonl"]).open("a") as file:
+        line = {"custom_id": "x", "body": {"prompt": "l" * 400_000, "max_tokens": 20}}
+        file.write("\n" + json.dumps(line))
+    plan = json.loads(run(files, *options)[1])
+    assert plan["whole"]["offline_refused"] == 1 and plan["is_all_done"]
+    assert plan["offline_tokens_per_s"] == pytest.approx(fitting["offline_tokens_per_s"], rel=0.01)
+
+
+def test_a_line_that_is_under_way_at_the_end_counts_as_far_as_it_is(
+    files: dict[str, str],
+) -> None:
+    line = {"custom_id": "x", "body": {"prompt": "word " * 400, "max_tokens": 30_000}}
+    Path(files["jobs.jsonl"]).write_text(json.dumps(line))
+    options = ("--jobs", files["jobs.jsonl"], "--kv-tokens", "100000", "--json")
+    plan = json.loads(run(files, *options)[1])
+    assert plan["whole"]["offline_done"] == 0 and not plan["is_all_done"]
+    # It decodes for four minutes, in steps of more than 12 ms.
+    assert 500 / 240 < plan["offline_tokens_per_s"] < (500 + 240 / 0.012) / 240
+
+
+@pytest.mark.parametrize(
+    ("slo", "said"),
+    [
+        ("ttft_p99=1s,tpot_p99=50ms", "config echo with [slo] ttft_s = 1, tpot_s = 0.05: write"),
+        ("ttft_p99=1s", "config echo without promises"),
+    ],
+)
+def test_the_plan_says_what_the_servers_promise(files: dict[str, str], slo: str, said: str) -> None:
+    assert said in run(files, "--kv-tokens", "40000", slo=slo)[1]
+    plan = json.loads(run(files, "--kv-tokens", "40000", "--json", slo=slo)[1])
+    assert plan["rules"].startswith(said)
+
+
+def test_a_pool_too_small_for_the_reserve_is_refused_before_anything_runs(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text("[reserve]\nmin_tokens = 8000\n")
+    with pytest.raises(ConfigError, match=r"--kv-tokens 20000: reserve.min_tokens is 8000"):
+        run(files, "--config", str(config), "--kv-tokens", "20000,40000")
 
 
 def test_what_binds_is_said_when_nothing_keeps_the_slo(files: dict[str, str]) -> None:

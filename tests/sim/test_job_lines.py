@@ -46,6 +46,14 @@ def test_lines_that_begin_alike_share_their_whole_blocks(tmp_path: Path) -> None
     assert list(trace.output_tokens) == [9, 256]
 
 
+def test_a_line_that_asks_for_several_answers_is_as_many_requests(tmp_path: Path) -> None:
+    lines = [job_line("p" * 40, n=3, max_tokens=5), job_line("q" * 40, n=None)]
+    trace = read_job_lines(written(tmp_path, *lines))
+    assert list(trace.output_tokens) == [5, 5, 5, 256] and len(trace) == 4
+    one, other = trace.request(0), trace.request(2)
+    assert one.blocks == other.blocks and one.rid != other.rid
+
+
 def test_a_block_is_named_by_all_that_comes_before_it() -> None:
     one, other = hashed_blocks("a" * 256 + "b" * 256), hashed_blocks("c" * 256 + "b" * 256)
     assert one[1] != other[1]
@@ -57,6 +65,8 @@ def test_a_block_is_named_by_all_that_comes_before_it() -> None:
         ("{", "line 1 is not JSON"),
         ("{}", "line 1 has no body"),
         (job_line(""), "line 1: nothing in body.messages, body.prompt or body.input"),
+        (job_line("a", n=0), "line 1: n is 0; it must be a whole number from 1 to"),
+        (job_line("a", n=True), "line 1: n is True"),
         (job_line([]), "line 1: nothing in"),
         (job_line(5), "line 1: nothing in"),
         (chat_line(), "line 1: nothing in"),

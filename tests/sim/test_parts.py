@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from echo_sgl.policies.offline_order import PrefixNeed
 from echo_sgl.policies.step_limit import ENDING_TOKENS
 from echo_sgl.policies.working_set import WorkingSet
-from echo_sgl.sim.decode_group import DecodeGroup
+from echo_sgl.sim.decode_group import MAX_OUTDATED, DecodeGroup
 from echo_sgl.sim.events import EventQueue, Priority
 from echo_sgl.sim.prefix_tree import PrefixTree
 from echo_sgl.sim.workload import SimRequest
@@ -126,6 +126,14 @@ def test_a_split_under_lock_keeps_both_parts_locked() -> None:
     assert tree.locked_tokens == 0
 
 
+def test_a_prefix_inside_a_locked_node_is_held_already() -> None:
+    tree = tree_of("abcd")
+    assert tree.locked_prefix_tokens(ids("abx")) == 0
+    tree.lock(tree.match(ids("abcd"), Task.OFFLINE)[0])
+    assert tree.locked_prefix_tokens(ids("abx")) == 32
+    assert tree.locked_prefix_tokens(ids("abcdx")) == 64
+
+
 def request(number: int, prompt_tokens: int) -> SimRequest:
     one = SimRequest(
         number,
@@ -184,3 +192,14 @@ def test_sums_of_a_group_are_those_of_its_requests(
         )
         assert sorted(group.endings) == [pytest.approx(one) for one in endings]
     assert len(ended) == len(set(ended))
+
+
+def test_a_group_forgets_those_that_left() -> None:
+    group = DecodeGroup(1, ttft_s=1.0, tpot_s=0.05)
+    for number in range(5000):
+        one = request(number, 100 + number % 7)
+        group.add(one, tokens_left=9)
+        group.advance()
+        group.remove(one)
+    heaps = (group._longest, group._shortest, group._due, group._ends, group._allowed)
+    assert all(len(heap) <= MAX_OUTDATED + 3 for heap in heaps)

@@ -1,0 +1,108 @@
+"""Who gives memory up on a simulated server, in which order; as in the engine."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from echo_sgl.sim.prefill import PrefillPass
+from echo_sgl.sim.results import SimResults
+from echo_sgl.sim.scheduler import SimScheduler
+from echo_sgl.sim.workload import SimRequest
+from echo_sgl.types import Task
+from tests.sim.workloads import server
+
+CAPACITY = 2000
+
+
+@pytest.fixture
+def scheduler() -> SimScheduler:
+    config = server(kv_tokens=CAPACITY, max_running_requests=2)
+    return SimScheduler(config, SimResults(), lambda request: 50)
+
+
+def request(number: int, task: Task, tokens: int, shared: int = 0) -> SimRequest:
+    blocks, sizes = array("q", (1000 + number,)), array("q", (tokens - shared,))
+    if shared:
+        blocks, sizes = array("q", (1, *blocks)), array("q", (shared, *sizes))
+    return SimRequest(
+        number,
+        task,
+        arrival_s=float(number),
+        prompt_tokens=tokens,
+        blocks=blocks,
+        sizes=sizes,
+        max_new_tokens=100,
+    )
+
+
+def prefilled(scheduler: SimScheduler, one: SimRequest, tokens: int) -> SimRequest:
+    """So many of its prompt's tokens are computed."""
+    scheduler.kv.match(one)
+    scheduler.kv.compute(one, tokens - one.computed_tokens)
+    scheduler.kv.cache(one)
+    return one
+
+
+def decoding(scheduler: SimScheduler, one: SimRequest) -> SimRequest:
+    prefilled(scheduler, one, one.prompt_tokens)
+    one.first_token_s, one.outputs_at_join = one.arrival_s + 0.1, 1
+    scheduler.join(one)
+    return one
+
+
+def test_an_unfinished_offline_prefill_gives_its_room_before_a_decode_does(
+    scheduler: SimScheduler,
+) -> None:
+    online = decoding(scheduler, request(0, Task.ONLINE, 900))
+    scheduler.chunked = prefilled(scheduler, request(1, Task.OFFLINE, 1500), 1100)
+    scheduler.make_decode_room()
+    assert list(scheduler.online) == [online] and scheduler.chunked is None
+    assert len(scheduler.pool) == 1 and not scheduler.results.num_retractions
+    assert scheduler.results.num_prefill_parks == 1
+    assert scheduler.new_token_ratio.current == 0.7
+
+
+def test_decodes_that_lack_room_lose_the_offline_one_that_started_last(
+    scheduler: SimScheduler,
+) -> None:
+    online = decoding(scheduler, request(0, Task.ONLINE, 400))
+    first = decoding(scheduler, request(1, Task.OFFLINE, 500))
+    decoding(scheduler, request(2, Task.OFFLINE, 1100))
+    scheduler.make_decode_room()
+    assert list(scheduler.online) == [online] and list(scheduler.offline) == [first]
+    assert len(scheduler.pool) == 1 and scheduler.results.num_retractions == 1
+    # Both that are left made one token of the hundred that they may; room for 20 more is kept.
+    assert scheduler.new_token_ratio.current == pytest.approx(42 / 201)
+
+
+def test_an_online_request_that_lost_its_memory_waits_its_turn(scheduler: SimScheduler) -> None:
+    one = decoding(scheduler, request(0, Task.ONLINE, 900))
+    two = decoding(scheduler, request(3, Task.ONLINE, 1100))
+    waiting = request(1, Task.ONLINE, 50)
+    scheduler.waiting.add(waiting)
+    scheduler.make_decode_room()
+    assert list(scheduler.online) == [one]
+    assert list(scheduler.waiting) == [waiting, two]  # by when their next tokens are due
+
+
+def test_what_requests_share_is_freed_once(scheduler: SimScheduler) -> None:
+    first = decoding(scheduler, request(0, Task.OFFLINE, 700, shared=600))
+    second = decoding(scheduler, request(1, Task.OFFLINE, 800, shared=600))
+    assert scheduler.kv.held_tokens([first, second]) == 600 + 100 + 200
+    # The other one holds what they share.
+    assert scheduler.kv.held_tokens([second]) == 200
+
+
+def test_nobody_leaves_a_place_to_a_request_that_lacks_memory_too(
+    scheduler: SimScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding(scheduler, request(0, Task.ONLINE, 700))
+    decoding(scheduler, request(1, Task.ONLINE, 700))
+    asked: list[SimRequest] = []
+    monkeypatch.setattr(scheduler, "gives_way", lambda one: bool(asked.append(one)))
+    small, large = request(2, Task.ONLINE, 100), request(3, Task.ONLINE, 600)
+    for one in (small, large):
+        assert not PrefillPass(scheduler)._makes_place(one)
+    assert asked == [small]
