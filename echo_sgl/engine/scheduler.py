@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 # Prompts of requests that ended without a word count as pending for no longer than this.
 FORGET_EVERY_S = 1.0
-# While requests run and none ends: who asks an idle server is to find what is true.
+# While requests run; who asks an idle server is to find what is true. Steps that were measured are
+# learned from at once.
 ADVANCE_EVERY_S = 0.1
 
 
@@ -190,11 +191,12 @@ class EchoScheduler(Offers):
         now_s = self.echo_clock.now_s
         if (core := self.tree_cache.echo_core) is not None:
             core.now_s = now_s
-        is_late = now_s - self._advanced_s >= ADVANCE_EVERY_S
-        if self.running_batch.reqs and not (measured or is_late):
-            return  # soon enough with the next that are measured
+        is_due = not self.running_batch.reqs or now_s - self._advanced_s >= ADVANCE_EVERY_S
+        if measured or is_due:
+            self.step_control.observe(measured, now_s)
+        if not is_due:
+            return
         self._advanced_s = now_s
-        self.step_control.observe(measured, now_s)
         has_looked = self.deadline_watch.advance(now_s, self._has_offline_work, self.running_reqs)
         # Not all that comes once a second in one step.
         forgets_after_s = FORGET_EVERY_S + (ADVANCE_EVERY_S if has_looked else 0.0)
