@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
-from operator import itemgetter
+from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,22 +73,15 @@ def record(
 
 
 class RecordingFile:
-    """A recording on disk, whole and in order of arrival after every `add`.
+    """A recording on disk, whole after every `add`: requests in the order in which they ended.
 
-    Requests end in another order than they came in: one that came before others that are in the
-    file already is put before them, which rewrites the file from there on. The file is made, in
-    place of an older one, when the first requests end.
+    The file is made, in place of an older one, when the first requests end.
     Units: seconds since the recording began; below 0 for what came before.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._at_s, self._offsets = array("d"), array("q")
-        self._end = 0
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._at_s)
+        self.num_rows = 0
 
     @property
     def kept(self) -> str:
@@ -107,35 +97,20 @@ class RecordingFile:
         """
         if not rows:
             return
-        lines = [(float(row["at_s"]), json.dumps(row).encode() + b"\n") for row in rows]
         try:
             if not self.num_rows:
                 self._create(block_tokens)
-            with self.path.open("r+b", buffering=0) as file:
-                self._merge(file, lines)
+            with self.path.open("ab", buffering=0) as file:
+                _append(file, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
         except OSError as error:
             raise RecordError(
                 f"--output {self.path} cannot be written: {error.strerror}; {self.kept}"
             ) from error
+        self.num_rows += len(rows)
 
     def _create(self, block_tokens: int) -> None:
         head = {"format": "echo-recording", "version": FORMAT_VERSION, "block_tokens": block_tokens}
-        self._end = self.path.write_bytes(json.dumps(head).encode() + b"\n")
-
-    def _merge(self, file: FileIO, lines: list[tuple[float, bytes]]) -> None:
-        start = bisect_right(self._at_s, min(lines)[0])
-        offset = self._offsets[start] if start < self.num_rows else self._end
-        file.seek(offset)
-        old = file.read(self._end - offset)
-        later = zip(self._at_s[start:], old.splitlines(keepends=True), strict=True)
-        merged = sorted([*later, *lines], key=itemgetter(0))
-        _overwrite(file, offset, old, b"".join(line for _, line in merged))
-        del self._at_s[start:], self._offsets[start:]
-        for at_s, line in merged:
-            self._at_s.append(at_s)
-            self._offsets.append(offset)
-            offset += len(line)
-        self._end = offset
+        self.path.write_bytes(json.dumps(head).encode() + b"\n")
 
 
 class Collected:
@@ -258,21 +233,15 @@ def _report(collected: Collected, file: RecordingFile) -> None:
     typer.echo(f"{file.num_rows} requests written to {file.path}", err=True)
 
 
-def _overwrite(file: FileIO, offset: int, old: bytes, new: bytes) -> None:
-    """Replace what is from an offset to the end, and put it back when there is no room for it."""
+def _append(file: FileIO, data: bytes) -> None:
+    """All of it or, when there is no room for it, nothing."""
+    end, left = file.seek(0, SEEK_END), memoryview(data)
     try:
-        _write(file, offset, new)
+        while left:
+            left = left[file.write(left) :]
     except OSError:
-        _write(file, offset, old)
-        file.truncate()
+        file.truncate(end)
         raise
-
-
-def _write(file: FileIO, offset: int, data: bytes) -> None:
-    left = memoryview(data)
-    file.seek(offset)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _ticks(

@@ -104,7 +104,7 @@ def read_trace_file(path: Path, *, task: Task = Task.ONLINE, skip_empty: bool = 
 
     Time starts at 0 with the first request. `skip_empty` leaves out requests without prompt or
     answer, which failed where they were recorded. Of a recording only the class of `task` is
-    taken.
+    taken, in order of arrival, and not what was being written when it was killed.
 
     Errors: `TraceFileError` names the line.
     """
@@ -130,6 +130,7 @@ class _Columns:
     format: Format | None = None
     block_tokens: int = 0
     at_s: array[float] = field(default_factory=lambda: array("d"))
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     prompts: array[int] = field(default_factory=lambda: array("q"))
     outputs: array[int] = field(default_factory=lambda: array("q"))
     blocks: list[array[int]] = field(default_factory=list)
@@ -154,13 +155,23 @@ class _Columns:
         if not (prompt and output):
             self._empty(number, form.output if prompt else form.prompt)
             return
-        self._note_time(number, form.time, at_s)
+        if self.is_recording:
+            self.arrivals.append((at_s, number))
+        else:
+            self._note_time(number, form.time, at_s)
         self.prompts.append(prompt)
         self.outputs.append(output)
         if form.blocks and form.blocks in row:
             self._add_blocks(number, form.blocks, row[form.blocks], prompt)
 
+    @property
+    def is_recording(self) -> bool:
+        """One says how large its blocks are, and has its requests in the order of their ends."""
+        return self.block_tokens > 0
+
     def finish(self) -> TraceFile:
+        if self.is_recording:
+            self._sort()
         if not self.at_s or self.format is None:
             raise TraceFileError(
                 f"trace {self.path} holds no {self.task} request; known formats are {_known()}"
@@ -192,6 +203,18 @@ class _Columns:
                 "left out with --skip-empty",
             )
         self.num_empty += 1
+
+    def _sort(self) -> None:
+        """By arrival, and those that came at once as they ended."""
+        assert self.format is not None
+        order = sorted(range(len(self.arrivals)), key=lambda place: self.arrivals[place][0])
+        for place in order:
+            at_s, number = self.arrivals[place]
+            self._note_time(number, self.format.time, at_s)
+        self.prompts = array("q", (self.prompts[place] for place in order))
+        self.outputs = array("q", (self.outputs[place] for place in order))
+        if len(self.blocks) == len(order):
+            self.blocks = [self.blocks[place] for place in order]
 
     def _note_time(self, number: int, column: str, at_s: float) -> None:
         if not self.at_s:
@@ -290,6 +313,9 @@ def _read_json(columns: _Columns, file: io.TextIOBase) -> None:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
+            if columns.is_recording and not line.endswith("\n"):
+                columns.warnings.append(f"line {number}: cut off as the recording ended")
+                return
             raise columns.error(number, f"not JSON: {error}") from error
         if not isinstance(row, dict):
             raise columns.error(number, f"not a JSON object: {line[:60]!r}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
 from pathlib import Path
@@ -233,7 +233,7 @@ def request(at_s: float, prompt: int) -> dict[str, Any]:
 
 
 @given(polls=st.lists(st.lists(st.integers(-9, 99)), min_size=1).filter(any))
-def test_the_file_is_whole_and_in_order_of_arrival_after_every_answer(
+def test_the_file_is_whole_after_every_answer_and_read_in_order_of_arrival(
     polls: list[list[int]],
 ) -> None:
     with TemporaryDirectory() as folder:
@@ -252,17 +252,29 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     file = RecordingFile(tmp_path / "r.jsonl")
     file.add([request(2.0, 2), request(4.0, 4)], 64)
     before = file.path.read_bytes()
-    write: Callable[[FileIO, int, bytes], None] = MODULE._write
 
-    def full(disk: FileIO, offset: int, data: bytes) -> None:
-        write(disk, offset, data[: len(before) - offset + 10])
-        if offset + len(data) > len(before):
-            raise OSError(28, "No space left on device")
+    class FullDisk(FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() > len(before):
+                raise OSError(28, "No space left on device")
+            return super().write(data[:10])
 
-    monkeypatch.setattr(MODULE, "_write", full)
-    with pytest.raises(RecordError, match="No space left on device; 2 requests are kept"):
-        file.add([request(3.0, 3)], 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode, **_: FullDisk(path, mode))
+        with pytest.raises(RecordError, match="No space left on device; 2 requests are kept"):
+            file.add([request(3.0, 3)], 64)
     assert file.path.read_bytes() == before
+    file.add([request(3.0, 3)], 64)
+    assert prompts(file.path) == [2, 3, 4]
+
+
+def test_what_was_being_written_when_it_was_killed_is_left_out(tmp_path: Path) -> None:
+    file = RecordingFile(tmp_path / "r.jsonl")
+    file.add([request(4.0, 4), request(2.0, 2), request(3.0, 3)], 64)
+    file.path.write_bytes(file.path.read_bytes()[:-20])
+    read = read_trace_file(file.path)
+    assert list(read.trace.prompt_tokens) == [2, 4]
+    assert read.warnings == ("line 4: cut off as the recording ended",)
 
 
 def test_an_older_recording_stays_until_a_request_ends(tmp_path: Path) -> None:
