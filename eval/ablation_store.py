@@ -127,18 +127,20 @@ class Store:
 
 
 def _changed_settings(path: Path, arm: Arm) -> list[str]:
-    """Those that an arm would have now and had not, as `section.key then -> now`."""
+    """Those that an arm would have now and had not, as `section.key then -> now`.
+
+    The promises are those of then: how steps are planned follows from whether there are any.
+    """
     if not arm.settings or not path.exists():
         return []
     try:
         then = dataclasses.asdict(load_config(str(path)))
     except ConfigError as error:
         return [str(error)]
-    now = dataclasses.asdict(parse_config(arm.settings))
+    now = dataclasses.asdict(parse_config({**arm.settings, "slo": then["slo"]}))
     return [
         f"{section}.{key} {then[section][key]} -> {value}"
         for section, values in now.items()
-        if section != "slo"
         for key, value in values.items()
         if then[section][key] != value
     ]

@@ -130,7 +130,7 @@ class SchedulerMetrics:
         control: StepControl,
         now_s: float,
     ) -> None:
-        """Every `ADVANCE_EVERY_S` at least; steps and ends are counted in now and then, gauges once
+        """About every `ADVANCE_EVERY_S`; steps and ends are counted in now and then, gauges once
         a second.
 
         And at once when nothing waits or runs any more: an idle scheduler may sleep, so what

@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 # Prompts of requests that ended without a word count as pending for no longer than this.
 FORGET_EVERY_S = 1.0
-# While requests run; who asks an idle server is to find what is true. Steps that were measured are
-# learned from at once.
+# While requests run, and for as long again until a step decodes; who asks an idle server is to
+# find what is true. Steps that were measured are learned from at once.
 ADVANCE_EVERY_S = 0.1
 
 
@@ -146,7 +146,7 @@ class EchoScheduler(Offers):
             self.weighing = Weighing(core, allocator, self.deadline_watch, num_candidates)
 
     def _request_ended(self, req: Req, num_cached_tokens: int) -> None:
-        if not is_offline(req) or not len(self.offline_pool):
+        if not len(self.offline_pool):
             self._advanced_s = -math.inf  # SGLang may sleep once it has looked around
         with self.step_control.own_time:
             self.step_control.note_end(req)
@@ -191,11 +191,15 @@ class EchoScheduler(Offers):
         now_s = self.echo_clock.now_s
         if (core := self.tree_cache.echo_core) is not None:
             core.now_s = now_s
-        is_due = not self.running_batch.reqs or now_s - self._advanced_s >= ADVANCE_EVERY_S
+        is_due = not self.running_batch.reqs or now_s - self._advanced_s >= 2 * ADVANCE_EVERY_S
         if measured or is_due:
             self.step_control.observe(measured, now_s)
-        if not is_due:
-            return
+        if is_due:
+            self._keep_time()
+
+    def _keep_time(self) -> None:
+        """What goes by time and not by steps; a step that decodes has the least else to do."""
+        now_s, core = self.echo_clock.now_s, self.tree_cache.echo_core
         self._advanced_s = now_s
         has_looked = self.deadline_watch.advance(now_s, self._has_offline_work, self.running_reqs)
         # Not all that comes once a second in one step.
@@ -207,11 +211,7 @@ class EchoScheduler(Offers):
                 self._floor_watch.look(now_s)
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
-            self.offline_pool,
-            core,
-            self.kv_limits,
-            self.step_control,
-            time.perf_counter(),
+            self.offline_pool, core, self.kv_limits, self.step_control, time.perf_counter()
         )
 
     def _has_offline_work(self) -> bool:
@@ -245,6 +245,9 @@ class EchoScheduler(Offers):
         core = self.tree_cache.echo_core
         own_time = self.step_control.own_time
         with own_time:
+            is_late = self.echo_clock.now_s - self._advanced_s >= ADVANCE_EVERY_S
+            if is_late and batch.forward_mode.is_decode():
+                self._keep_time()
             note = self.step_control.launch(
                 batch,
                 self.waiting_queue,
