@@ -114,17 +114,11 @@ class Ablation:
         """Measure what the store does not hold; an arm that fails is noted and passed over."""
         _console.log(f"about {self.options.estimate_s() / 60:.0f} minutes at most")
         end = self.options.repetitions + 1
-        self._check_what_is_left(range(1, end))
+        self.store.refuse_mixing(self._arms, range(1, end), provenance())
         for first in range(1, end, self.options.rounds):
             slo, reference = self._reference(first)
             self._measure_all(range(first, min(first + self.options.rounds, end)), slo, reference)
         self._write_summary()
-
-    def _check_what_is_left(self, numbers: range) -> None:
-        """A run that goes on does so as it began."""
-        if all(self.store.has(name, number) for name in self._arms for number in numbers):
-            return
-        self.store.refuse_mixing(self._arms, numbers, provenance())
 
     def _measure_all(self, numbers: range, slo: Slo, reference: Tree) -> None:
         """Every arm in these repetitions, on the same servers and with the same promises."""

@@ -61,11 +61,13 @@ class Store:
 
         `now`: this machine's provenance. Errors: `WorkloadError` says what has changed since.
         """
-        for name, arm in arms.items():
-            done = [number for number in repetitions if self.has(name, number)]
-            if not done or len(done) == len(repetitions):
-                continue
-            if changed := _changed_settings(self.config_path(name, done[0]), arm):
+        done = {name: [one for one in repetitions if self.has(name, one)] for name in arms}
+        left = {name: arm for name, arm in arms.items() if len(done[name]) < len(repetitions)}
+        if not left:
+            return
+        for name, arm in left.items():
+            first = next(iter(done[name]), 0)  # of one that was not measured there is no config
+            if changed := _changed_settings(self.config_path(name, first), arm):
                 raise WorkloadError(
                     f"{self.folder} has runs of {name} with other settings: {', '.join(changed)}; "
                     f"measure into another folder, or remove raw/{name}-*.json and go on"
