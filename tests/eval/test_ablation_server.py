@@ -21,7 +21,7 @@ def options() -> AblationOptions:
     return AblationOptions(
         name="test", workload="llm-d", arms="stock", model="tiny", repetitions=1,
         length_scale=0.0625, job_lines=20, online_load=0.2, duration_s=6, phase_s=2, lead_s=3,
-        drain_s=60, ceiling_s=5, calibrate_s=20, calibration_requests=60,
+        drain_s=60, ceiling_s=5, calibrate_s=20, calibration_requests=240,
     )  # fmt: skip
 
 
