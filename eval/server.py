@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,8 +90,9 @@ def start_server(
     config: Path | str | None = None,
     env: Mapping[str, str] | None = None,
     log_path: Path,
+    launch: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> Server:
-    """Start the process and return at once; see `wait_ready`."""
+    """Start the process, with `launch`, and return at once; see `wait_ready`."""
     port = free_port()
     command = [sys.executable, "-m", "echo_sgl.cli", "serve", "--config", str(config)]
     if config is None:
@@ -100,13 +101,13 @@ def start_server(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="echo-server-"))
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
+        process = launch(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=_server_env(env, scratch, is_local=Path(model).exists()),
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only sets a flag
+            preexec_fn=_die_with_parent,  # it only sets a flag
         )
     return Server(f"http://127.0.0.1:{port}", process, log_path, scratch)
 

@@ -1,4 +1,4 @@
-"""Real servers for the whole suite: a start costs half a minute of both cores, so few are made."""
+"""Real servers for the whole suite: a start costs five seconds of both cores, so few are made."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from echo_sgl.cpu import OVERLAP_ENV, activate
 from eval.models import demo_model
 from eval.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
+from tests.quick_start.zygote import Zygote
 
 # SGLang checks after every step that free, cached and locked tokens add up to the pool.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -42,6 +43,8 @@ def max_alive_servers() -> int:
 class ServerPool:
     """Ready servers: equal arguments give the same one, the least recently used one ends first.
 
+    They are forks of one process that has SGLang imported, see `quick_start/zygote.py`.
+
     SGLang takes four seconds to end and sleeps meanwhile: others start beside that.
     """
 
@@ -50,6 +53,7 @@ class ServerPool:
         self._ending: list[Server] = []
         self._max_alive = max_alive
         self._started = 0
+        self.launch = Zygote(LOGS_DIR / f"test-{os.getpid()}-zygote.log").launch
 
     def __call__(
         self,
@@ -119,7 +123,9 @@ class ServerPool:
         # One thread is as fast for a tiny model, and leaves a core to whoever asks.
         # Overlap scheduling is what servers with a GPU run.
         env = {"OMP_NUM_THREADS": "1", OVERLAP_ENV: "1", **(env or {})}
-        server = start_server(model, all_args, config=config, env=env, log_path=log_path)
+        server = start_server(
+            model, all_args, config=config, env=env, log_path=log_path, launch=self.launch
+        )
         try:
             wait_ready(server)
         except BaseException:

@@ -22,6 +22,7 @@ from tests.cli.jobs import (
     wait_until,
     write_job,
 )
+from tests.servers import ServerPool
 
 DOCUMENT = "class Queue:\n    def put(self, item): return self.items.append(item)\n" * 8
 
@@ -209,7 +210,12 @@ def test_a_wrong_api_key_ends_with_code_2_and_nothing_written(
 
 @pytest.mark.server
 def test_a_server_that_dies_half_way_is_waited_for_and_the_job_completes(
-    doomed_server: Server, cli: StartCli, jobs: Path, output: Path, tiny_model: Path
+    doomed_server: Server,
+    server_for: ServerPool,
+    cli: StartCli,
+    jobs: Path,
+    output: Path,
+    tiny_model: Path,
 ) -> None:
     write_job(jobs, [completion_line(f"{index}", max_tokens=16) for index in range(30)])
     options = ("--url", doomed_server.url, "--no-flex", "--window", "2", "--api-key", "secret")
@@ -228,6 +234,7 @@ def test_a_server_that_dies_half_way_is_waited_for_and_the_job_completes(
         tiny_model,
         (*args, "--port", port),  # the last of two equal options holds
         log_path=doomed_server.log_path.with_suffix(".again.log"),
+        launch=server_for.launch,
     )
     try:
         stdout, stderr = running.communicate(timeout=600)
