@@ -127,8 +127,8 @@ class StepsConfig:
     them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few tokens
     left ends before an online prefill makes it late for good. Where online requests hold or wait
     for two thirds of `place_share` of the server's places (`--max-running-requests`), offline work
-    gets less beside them, and nothing from `place_share` on; with 0 places do not matter. Where all
-    are taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place
+    gets less beside them, and nothing from `place_share` on; with 0 places do not matter. What is
+    more than their mean over `place_trend_s` counts twice, for a burst goes on. Where all are taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place
     to an online request that comes too close to its own (`ttft_margin`), and is back when it is
     due; with 0 none does. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with
     decodes between them where they are due; "slack" cuts them to what online decodes have left.
@@ -160,7 +160,8 @@ class StepsConfig:
     slack_share: float = _number(0.1, 0.0, 1.0)
     reserve_tokens: float = _number(4.0, 0.0, 1000.0)
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
-    place_share: float = _number(0.5, 0.0, 1.0)
+    place_share: float = _number(0.75, 0.0, 1.0)
+    place_trend_s: float = _number(10.0, 0.0, 3600.0)
     ahead_tokens: float = _number(8.0, 0.0, 1000.0)
     online_chunks: str = _choice("whole", "whole", "slack")
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")

@@ -57,7 +57,7 @@ class SlackLimit(StepLimit):
 
     Decodes that take their time hold their places for longer, and who finds none waits for its
     first token however much slack there is. So the time beside online decodes is less the closer
-    online requests are to `place_share` of the places, and none from there on.
+    online requests come to `place_share` of the places, and none from there on.
 
     Source: Echo 5.1; yielding to first tokens (`margin_s` 0 is without) and looking at places
     (`place_share` 0 is without) are ours. Units: seconds.
@@ -91,7 +91,7 @@ class SlackLimit(StepLimit):
 
     def _near_full(self, view: OnlineView, limit_s: float) -> float:
         """The limit where few places are left: less of what is beyond online decodes alone."""
-        left = 1.0 - view.places_taken / self._place_share
+        left = 1.0 - view.places_ahead / self._place_share
         if left >= 1.0 - PLACES_RAMP_SHARE or limit_s <= view.alone_s:
             return limit_s
         usable = max(0.0, left / (1.0 - PLACES_RAMP_SHARE))

@@ -73,8 +73,8 @@ class OnlineView(NamedTuple):
     predicted time of a step that decodes the online requests alone, 0 without any. `chunk_s`,
     `prefill_s`: to prefill the first chunk of what waits, and all of it. `endings`: decodes with
     at most `ENDING_TOKENS` left of what their clients allowed. `places_taken`: those that decode
-    or wait, as a share of the requests that the server runs at once. A tuple, because one is made
-    each step.
+    or wait, as a share of the requests that the server runs at once; `places_ahead`: what that
+    comes to, see `PlaceTrend`. A tuple, because one is made each step.
     """
 
     now_s: float
@@ -86,6 +86,7 @@ class OnlineView(NamedTuple):
     prefill_s: float = 0.0
     endings: tuple[Ending, ...] = ()
     places_taken: float = 0.0
+    places_ahead: float = 0.0
 
 
 NOTHING_ONLINE = OnlineView(

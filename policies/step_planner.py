@@ -21,6 +21,7 @@ from echo_sgl.policies.decode_selection import DecodeSelection
 from echo_sgl.policies.gathering import Gathering
 from echo_sgl.policies.gating import Gating
 from echo_sgl.policies.held_plan import HeldPlan
+from echo_sgl.policies.place_trend import PlaceTrend
 from echo_sgl.policies.places import Placed, Places
 from echo_sgl.policies.step_limit import (
     NOTHING_ONLINE,
@@ -63,6 +64,7 @@ class StepPlanner(DecodePlanner):
         self.limit_s = self.prefill_room_s = math.inf
         self._config, self._selection, self._batch_size = config, selection, batch_size
         self.places = Places(config.ahead_tokens)
+        self._trend = PlaceTrend(config.place_trend_s if config.place_share else 0.0)
         self.gathering = Gathering(is_on=config.gather)
         self.gating = Gating(is_on=config.gate)
         self.chunk_wait = chunk_wait
@@ -107,6 +109,7 @@ class StepPlanner(DecodePlanner):
         self._online_decodes, self._num_waiting = decodes, num_waiting
         if num_waiting:
             self.limit.note_waiting()
+        taken = (len(decodes) + num_waiting) / self._max_requests
         self.view = OnlineView(
             now_s,
             decode_due_s,
@@ -116,7 +119,8 @@ class StepPlanner(DecodePlanner):
             chunk_s,
             prefill_s,
             endings,
-            places_taken=(len(decodes) + num_waiting) / self._max_requests,
+            places_taken=taken,
+            places_ahead=self._trend.ahead(now_s, taken),
         )
         self.limit_s = self.limit.limit_s(self.view)
         self.prefill_room_s = self.limit.prefill_room_s(self.view, self.limit_s)

@@ -104,6 +104,8 @@ def _limit(facts: Facts) -> str:
         text += f", the next online token is due in {_seconds(facts['slack_s'])}"
     if facts.get("places_taken"):
         text += f", online requests ask for {facts['places_taken']:.0%} of the places"
+        if facts.get("places_ahead", 0.0) > facts["places_taken"]:
+            text += f", {facts['places_ahead']:.0%} if as many go on coming"
     if "with_decode_s" in facts:
         text += (
             f"; with its decode the step is predicted to take {_seconds(facts['with_decode_s'])}"

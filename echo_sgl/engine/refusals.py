@@ -58,6 +58,7 @@ def limit_facts(planner: StepPlanner) -> dict[str, float]:
         "limit_s": planner.limit_s,
         "slack_s": planner.slack_s,
         "places_taken": planner.view.places_taken,
+        "places_ahead": planner.view.places_ahead,
     }
 
 

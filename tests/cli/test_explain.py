@@ -89,12 +89,16 @@ def test_a_parked_request_has_its_decode_and_time_told() -> None:
         "limit_s": 0.01,
         "slack_s": None,
         "places_taken": 0.7,
+        "places_ahead": 0.9,
         "with_decode_s": 0.02,
         "parked_for_s": 1.5,
     }
     text = said(state="parked", held_back={"reason": "limit", **facts}, generated_tokens=7)
     assert "sits out with its KV cache kept: 7 of at most 64" in text
-    assert "online requests ask for 70% of the places" in text
+    assert "online requests ask for 70% of the places, 90% if as many go on coming" in text
+    facts["places_ahead"] = 0.7
+    text = said(state="parked", held_back={"reason": "limit", **facts}, generated_tokens=7)
+    assert "online requests ask for 70% of the places; with its decode" in text
     assert "with its decode the step is predicted to take 20.0 ms. It has sat out for 1.5 s" in text
 
 

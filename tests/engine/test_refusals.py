@@ -93,6 +93,7 @@ def test_who_finds_no_time_is_told_the_limit_and_what_it_would_take(control):
         "limit_s": 0.25,
         "slack_s": None,
         "places_taken": 0.0,
+        "places_ahead": 0.0,
         "room_s": 0.25,
         "smallest_chunk_s": None,  # nothing was measured yet
     }

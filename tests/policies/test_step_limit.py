@@ -109,7 +109,7 @@ def test_the_stall_is_a_share_of_the_ttft_that_is_promised():
 )
 def test_the_fewer_places_are_left_the_less_of_the_slack_is_used(taken, share_of_the_slack):
     limit = SlackLimit(stall_s=10.0, place_share=0.75)
-    at_hand = view(decode_due_s=100.5, alone_s=0.1, places_taken=taken)
+    at_hand = view(decode_due_s=100.5, alone_s=0.1, places_ahead=taken)
     given_s = pytest.approx(0.1 + share_of_the_slack * 0.4)
     assert limit.limit_s(at_hand) == given_s
     assert decode_limit_s(limit, at_hand) == given_s
@@ -117,14 +117,14 @@ def test_the_fewer_places_are_left_the_less_of_the_slack_is_used(taken, share_of
 
 
 def test_places_give_no_time_that_is_not_there():
-    late = view(decode_due_s=99.9, alone_s=0.1, places_taken=0.7)
+    late = view(decode_due_s=99.9, alone_s=0.1, places_ahead=0.7)
     assert SlackLimit(stall_s=10.0, place_share=0.75).limit_s(late) == pytest.approx(-0.1)
 
 
 def test_where_nothing_is_due_places_matter_as_well():
     limit = SlackLimit(stall_s=1.0, place_share=1.0)
-    assert limit.limit_s(view(alone_s=0.1, places_taken=1.0)) == pytest.approx(0.1)
-    assert limit.limit_s(view(alone_s=0.1, places_taken=0.5)) == pytest.approx(1.1)
+    assert limit.limit_s(view(alone_s=0.1, places_ahead=1.0)) == pytest.approx(0.1)
+    assert limit.limit_s(view(alone_s=0.1, places_ahead=0.5)) == pytest.approx(1.1)
 
 
 def test_the_relative_limit_gives_what_the_inflation_allows():
@@ -315,9 +315,9 @@ def test_room_for_a_prefill_is_bounded_as_a_step_is():
     for others, room_s in (
         ({}, 0.3),
         ({"first_due_s": 100.25}, 0.23),
-        ({"places_taken": 1 / 3}, 0.3),
-        ({"places_taken": 5 / 12}, 0.15),
-        ({"places_taken": 0.5}, 0.0),
+        ({"places_ahead": 0.5}, 0.3),
+        ({"places_ahead": 0.625}, 0.15),
+        ({"places_ahead": 0.75}, 0.0),
     ):
         ahead = view(decode_due_s=110.0, alone_s=0.02, **others)
         assert limit.prefill_room_s(ahead, limit.limit_s(ahead)) == pytest.approx(room_s)

@@ -146,11 +146,20 @@ def test_the_most_decodes_of_a_step_count_online_ones():
 
 @pytest.mark.parametrize(("decodes", "waiting"), [(6, 0), (4, 2), (7, 5)])
 def test_who_waits_takes_a_place_too(decodes, waiting):
-    plan = planner(max_decodes=8, place_share=0.75)
+    plan = planner(max_decodes=8, place_share=0.75, place_trend_s=0.0)
     begin(plan, decodes=decodes, due_in_s=1.0, waiting=waiting)
     assert plan.limit_s == pytest.approx(0.01 * decodes), "what they take alone"
     assert not plan.all_decode(Contexts.of([100]))
     begin(plan, decodes=4, due_in_s=1.0)
+    assert plan.limit_s == pytest.approx(1.0)
+
+
+def test_offline_work_yields_to_a_burst_and_not_to_as_many_that_are_always_there():
+    plan = planner(max_decodes=8, place_share=0.75, place_trend_s=10.0)
+    begin(plan, decodes=4, due_in_s=1.0)
+    assert plan.limit_s == pytest.approx(0.04), "four at once: eight if they go on coming"
+    assert (plan.view.places_taken, plan.view.places_ahead) == (0.5, 1.0)
+    begin(plan, decodes=4, due_in_s=1.0, now_s=NOW_S + 600.0)
     assert plan.limit_s == pytest.approx(1.0)
 
 
