@@ -128,10 +128,11 @@ class StepsConfig:
     left ends before an online prefill makes it late for good. Where online requests hold or wait
     for two thirds of `place_share` of the server's places (`--max-running-requests`), offline work
     gets less beside them, and nothing from `place_share` on; with 0 places do not matter. What is
-    more than their mean over `place_trend_s` counts twice, for a burst goes on. Where all are taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place
-    to an online request that comes too close to its own (`ttft_margin`), and is back when it is
-    due; with 0 none does. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with
-    decodes between them where they are due; "slack" cuts them to what online decodes have left.
+    more than their mean over `place_trend_s` counts twice, for a burst goes on. Where all are
+    taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place to an
+    online request that comes too close to its own (`ttft_margin`), and is back when it is due; with
+    0 none does. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with decodes
+    between them where they are due; "slack" cuts them to what online decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all

@@ -73,7 +73,8 @@ SETTINGS: dict[str, tuple[str, Sections]] = {
     "pace 0.5, share 0.2": ("echo", {"steps": {"slack_share": 0.2}}),
     "pace 0.5, however many places": ("echo", {"steps": ANY_PLACES}),
     "pace 0.5, each keeps its place": ("echo", {"steps": {"ahead_tokens": 0.0}}),
-    "pace 0.5, half of the places": ("echo", {"steps": {"place_share": 0.5, "ahead_tokens": 0.0}}),
+    "pace 0.5, half of the places": ("echo", {"steps": {"place_share": 0.5, "place_trend_s": 0.0}}),
+    "pace 0.5, no trend of places": ("echo", {"steps": {"place_trend_s": 0.0}}),
     "online chunks cut to the slack": ("echo", {"steps": {"online_chunks": "slack"}}),
     "a budget (hygen.toml)": ("hygen", {}),
     **{
