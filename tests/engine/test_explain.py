@@ -72,10 +72,13 @@ def test_an_unknown_id_is_answered_with_404(server):
 
 
 def test_the_reserve_and_the_order_are_told_apart(server):
-    """The first runs; beside it there is no room for the second, which others must not outrun."""
+    """The first runs; beside it there is no room for the second, which others must not outrun.
+
+    It runs for longer than the command takes to start.
+    """
     runs, waits, *small = documents(5, 400, seed=31)
     bodies = [
-        completion(runs, 600, rid="jobs/runs", **FLEX),
+        completion(runs, 1300, rid="jobs/runs", **FLEX),
         completion(waits, 400, rid="jobs/waits", **FLEX),
     ]
     small_bodies = [
