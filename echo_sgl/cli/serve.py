@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +25,7 @@ from echo_sgl.errors import ConfigError
 
 PLUGIN_NAME = "echo_sgl"
 PLUGIN_FILTER_ENV = "SGLANG_PLUGINS"
+SGLANG_HOST, SGLANG_PORT = "127.0.0.1", "30000"
 
 
 def serve(
@@ -88,6 +91,7 @@ def serve(
             err=True,
         )
         raise typer.Exit(1)
+    check_port(context.args)
     os.environ[CONFIG_ENV] = str(path.absolute())
     if calibrate:
         os.environ[CALIBRATE_ENV] = str(calibrate_seconds)
@@ -115,6 +119,38 @@ def check_profile_target(profile: str, config: Path) -> None:
     from echo_sgl.estimators.profile import replaced_profile
 
     replaced_profile(profile)
+
+
+def check_port(arguments: Sequence[str], *, default_port: str = SGLANG_PORT) -> None:
+    """Refuse a port that is taken: SGLang finds that out once its model is loaded, and stays there.
+
+    Where SGLang reads a config of its own, a port that is not among its `arguments` is not known.
+    """
+    port = _value(arguments, "--port", "" if "--config" in arguments else default_port)
+    host = _value(arguments, "--host", SGLANG_HOST)
+    if not port.isdigit():
+        return
+    try:
+        [(family, *_, address), *_] = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the server cannot listen on {host}, port {port}: {error}; end what listens there or "
+            "give another --port"
+        ) from error
+
+
+def _value(arguments: Sequence[str], name: str, default: str) -> str:
+    """What the last `name VALUE` or `name=VALUE` among them says."""
+    value = default
+    for number, argument in enumerate(arguments):
+        if argument == name:
+            value = "".join(arguments[number + 1 : number + 2])
+        elif argument.startswith(f"{name}="):
+            value = argument.partition("=")[2]
+    return value
 
 
 def _set_up_batches(

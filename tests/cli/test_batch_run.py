@@ -217,7 +217,7 @@ def test_a_server_that_dies_half_way_is_waited_for_and_the_job_completes(
     output: Path,
     tiny_model: Path,
 ) -> None:
-    write_job(jobs, [completion_line(f"{index}", max_tokens=16) for index in range(30)])
+    write_job(jobs, [completion_line(f"{index}", max_tokens=48) for index in range(30)])
     options = ("--url", doomed_server.url, "--no-flex", "--window", "2", "--api-key", "secret")
     running = cli("batch", "run", jobs, "--output", output, *options, "--json")
     wait_until(lambda: num_lines(output) >= 5, "five lines in the output")

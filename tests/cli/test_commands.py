@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import pytest
 from typer.main import get_command
 
 from echo_sgl.cli import app
+from echo_sgl.cli.serve import check_port
 from echo_sgl.cli.url import ServerUrlError, server_root
 from echo_sgl.config import CONFIG_ENV, DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
+from echo_sgl.errors import ConfigError
 
 COMMAND = (sys.executable, "-m", "echo_sgl.cli")
 
@@ -128,6 +131,33 @@ def test_serve_refuses_to_calibrate_without_a_place_for_the_profile(
     assert message in result.stderr
 
 
+@pytest.mark.parametrize("given", ["--port {port}", "--host 127.0.0.1 --port={port}"])
+def test_serve_refuses_a_port_that_is_taken_before_anything_is_loaded(given: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", "--model-path", "x", *given.format(port=port).split())
+    assert result.returncode == 2
+    assert f"cannot listen on 127.0.0.1, port {port}" in result.stderr
+    assert "another --port" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--port", "0"], ["--port=many"], ["--port"]])
+def test_a_port_that_is_free_or_sglangs_to_judge_is_let_through(arguments: list[str]) -> None:
+    check_port(arguments)
+
+
+def test_a_port_that_only_sglangs_config_names_is_not_looked_at() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        check_port(["--config", "own.yaml"], default_port=port)
+        with pytest.raises(ConfigError, match=f"port {port}.*another --port"):
+            check_port([], default_port=port)
+
+
 @pytest.fixture
 def other_python(tmp_path: Path) -> Path:
     """A Python of its own folder that sees the same packages but has no `sglang` script."""
@@ -168,9 +198,9 @@ def test_serve_becomes_sglangs_command_with_all_other_arguments(
     config = tmp_path / "mine.toml"
     config.write_text("[offline]\nseed = 3\n")
     os.environ["TEST_PARENT"] = str(os.getpid())
-    given = ["--model-path", "m", "-tp", "2", "--enable-metrics", "--config", config, "-x=a b"]
+    given = ["--model-path", "m", "--port", "0", "--enable-metrics", "--config", config, "-x=a b"]
     result = serve_with(other_python, *given, "--", "--config", "sglang.yaml")
-    wanted = ["--model-path", "m", "-tp", "2", "--enable-metrics", "-x=a b"]
+    wanted = ["--model-path", "m", "--port", "0", "--enable-metrics", "-x=a b"]
     assert result.stdout.strip().split("|") == [
         str(config),
         "serve",
@@ -187,9 +217,10 @@ def test_serve_hands_the_batch_services_options_on(other_python: Path, tmp_path:
     keys = tmp_path / "keys"
     keys.write_text("ann a-key-of-enough-letters\n")
     state = tmp_path / "state"
-    result = serve_with(other_python, "--echo-state-dir", state, "--echo-keys-file", keys)
+    given = ("--port", "0", "--echo-state-dir", state, "--echo-keys-file", keys)
+    result = serve_with(other_python, *given)
     assert result.stdout.strip().split("|") == [str(state), "None", str(keys)]
-    assert serve_with(other_python).stdout.strip() == "None|None|None"
+    assert serve_with(other_python, "--port", "0").stdout.strip() == "None|None|None"
 
 
 @pytest.mark.parametrize(
