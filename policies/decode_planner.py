@@ -52,18 +52,23 @@ class DecodePlanner:
 
         So it is when those that run all fit, and the shortest of the parked does not fit beside
         them, unless the one that was parked first, `parked_since_s`, is overdue or a job is late;
-        that the caller knows. Two predictions, however many candidates.
+        that the caller knows. Where all sit out, it is when the shortest does not fit beside the
+        online decodes. Two predictions at most, however many candidates.
         """
-        if not (self.is_limited and self._is_known and running.num):
+        if not (self.is_limited and self._is_known):
             return False
-        if self._selection.is_overdue(parked_since_s, self.view.now_s):
-            return False
-        limit_s = self._decode_limit_s(min(running.shortest, shortest_parked))
-        if running.num > self._most_decodes() or self._joined_s(running) > limit_s:
+        joined = running.with_one(shortest_parked)
+        limit_s = self._decode_limit_s(joined.shortest)
+        if running.num:
+            if self._selection.is_overdue(parked_since_s, self.view.now_s):
+                return False
+            if running.num > self._most_decodes() or self._joined_s(running) > limit_s:
+                return False
+        elif not len(self._online_decodes):
             return False
         if running.num == self._most_decodes():
             return True
-        return self._joined_s(running.with_one(shortest_parked)) > RESUME_SHARE * limit_s
+        return self._joined_s(joined) > RESUME_SHARE * limit_s
 
     def choose_decodes(
         self, candidates: Callable[[], Sequence[Decode]], *, beside: Sequence[int] = ()

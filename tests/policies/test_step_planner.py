@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import parse_config
-from echo_sgl.policies.contexts import Contexts
+from echo_sgl.policies.contexts import NOBODY, Contexts
 from echo_sgl.policies.decode_selection import Decode
 from echo_sgl.policies.planners import create_step_planner
 from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
@@ -271,7 +271,7 @@ def test_what_is_settled_is_what_would_be_chosen(
     chosen = plan.choose_decodes(lambda: choices)
     if is_settled:
         assert chosen == {one.rid for one in choices if one.is_running}
-    elif decodes and running and max(parked_s for _, parked_s in parked) <= 10:
+    elif decodes and (not running or max(parked_s for _, parked_s in parked) <= 10):
         # Without online decodes one decodes at last, even where none fits.
         assert chosen != {one.rid for one in choices if one.is_running} or selection == "mix"
 
@@ -282,6 +282,13 @@ def test_a_full_step_beside_one_that_sits_out_is_settled_until_that_one_is_overd
     assert plan.is_settled(running, **parked, parked_since_s=NOW_S - 5)
     assert not plan.is_settled(running, **parked, parked_since_s=NOW_S - 15)
     assert not plan.is_settled(Contexts.of([100]), **parked, parked_since_s=NOW_S - 5)
+
+
+def test_where_all_sit_out_it_is_settled_however_long_until_one_fits_beside_online_decodes():
+    parked = {"shortest_parked": 100, "parked_since_s": NOW_S - 15}
+    assert begin(planner(), decodes=2, due_in_s=0.025).is_settled(NOBODY, **parked)
+    assert not begin(planner(), decodes=2, due_in_s=0.055).is_settled(NOBODY, **parked)
+    assert not begin(planner(), decodes=0).is_settled(NOBODY, **parked), "then one has to decode"
 
 
 def one_decode(plan, now_s, *, waiting=0):
