@@ -161,7 +161,7 @@ class StepsConfig:
     slack_share: float = _number(0.1, 0.0, 1.0)
     reserve_tokens: float = _number(4.0, 0.0, 1000.0)
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
-    place_share: float = _number(0.75, 0.0, 1.0)
+    place_share: float = _number(0.67, 0.0, 1.0)
     place_trend_s: float = _number(10.0, 0.0, 3600.0)
     ahead_tokens: float = _number(8.0, 0.0, 1000.0)
     online_chunks: str = _choice("whole", "whole", "slack")

@@ -231,7 +231,7 @@ def test_a_run_goes_on_as_it_began_or_not_at_all(tmp_path: Path) -> None:
     store.write_json("config.json", now)
     store.refuse_mixing({"echo": echo}, (1, 2), now | {"date": "2026-01-02"})
     store.refuse_mixing({"echo": other}, (1,), now | {"torch": "3"})  # nothing is left
-    with pytest.raises(WorkloadError, match=r"other settings: steps\.place_share 0\.75 -> 0\.7"):
+    with pytest.raises(WorkloadError, match=r"other settings: steps\.place_share 0\.67 -> 0\.7"):
         store.refuse_mixing({"echo": other}, (1, 2), now)
     with pytest.raises(WorkloadError, match="measured with torch 2, this is 3; measure into"):
         store.refuse_mixing({"echo": echo}, (1, 2), now | {"torch": "3"})
