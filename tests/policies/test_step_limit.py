@@ -310,7 +310,7 @@ def test_a_step_that_only_prefills_takes_all_the_slack_but_what_is_kept_for_onli
 
 
 def test_room_for_a_prefill_is_bounded_as_a_step_is():
-    steps = StepsConfig(limit="slack", max_stall_s=0.3, stall_share=1.0)
+    steps = StepsConfig(limit="slack", max_stall_s=0.3, stall_share=1.0, place_share=0.75)
     limit = create_step_limit(steps, SloConfig(ttft_s=2.0, tpot_s=0.1))
     for others, room_s in (
         ({}, 0.3),
