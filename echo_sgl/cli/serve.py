@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sys
@@ -83,14 +84,7 @@ def serve(
         check_profile(profile)
     _set_up_batches(echo_state_dir, echo_database_url, echo_keys_file)
     check_plugin_filter(os.environ.get(PLUGIN_FILTER_ENV, ""))
-    script = Path(sys.executable).with_name("sglang")
-    if not script.exists():
-        typer.echo(
-            f"echo-sgl: SGLang's command is not installed beside this Python ({script} is "
-            f"missing). Install it with: {sys.executable} -m pip install sglang",
-            err=True,
-        )
-        raise typer.Exit(1)
+    script = _sglang_script()
     check_port(context.args)
     os.environ[CONFIG_ENV] = str(path.absolute())
     if calibrate:
@@ -99,6 +93,18 @@ def serve(
         os.environ[FORCE_PROFILE_ENV] = "1"
     # Replacing the process keeps the pid, so that signals and supervisors reach the server.
     os.execv(sys.executable, [sys.executable, str(script), "serve", *context.args])
+
+
+def _sglang_script() -> Path:
+    script = Path(sys.executable).with_name("sglang")
+    if not script.exists():
+        typer.echo(
+            f"echo-sgl: SGLang's command is not installed beside this Python ({script} is "
+            f"missing). Install it with: {sys.executable} -m pip install sglang",
+            err=True,
+        )
+        raise typer.Exit(1)
+    return script
 
 
 def check_profile(profile: str) -> None:
@@ -126,10 +132,16 @@ def check_port(arguments: Sequence[str], *, default_port: str = SGLANG_PORT) -> 
 
     Where SGLang reads a config of its own, a port that is not among its `arguments` is not known.
     """
-    port = _value(arguments, "--port", "" if "--config" in arguments else default_port)
-    host = _value(arguments, "--host", SGLANG_HOST)
-    if not port.isdigit():
-        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", nargs="?", default=SGLANG_HOST)
+    for name in ("--port", "--config"):
+        parser.add_argument(name, nargs="?", const="")
+    given, _ = parser.parse_known_args(arguments)
+    host, port = given.host, given.port
+    if port is None and given.config is None:
+        port = default_port
+    if not (host and port and port.isdigit()):
+        return  # what is wrong with it SGLang says
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -140,17 +152,6 @@ def check_port(arguments: Sequence[str], *, default_port: str = SGLANG_PORT) -> 
             f"the server cannot listen on {host}, port {port}: {error}; end what listens there or "
             "give another --port"
         ) from error
-
-
-def _value(arguments: Sequence[str], name: str, default: str) -> str:
-    """What the last `name VALUE` or `name=VALUE` among them says."""
-    value = default
-    for number, argument in enumerate(arguments):
-        if argument == name:
-            value = "".join(arguments[number + 1 : number + 2])
-        elif argument.startswith(f"{name}="):
-            value = argument.partition("=")[2]
-    return value
 
 
 def _set_up_batches(

@@ -154,6 +154,7 @@ def test_a_port_that_only_sglangs_config_names_is_not_looked_at() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         check_port(["--config", "own.yaml"], default_port=port)
+        check_port(["--config=own.yaml"], default_port=port)
         with pytest.raises(ConfigError, match=f"port {port}.*another --port"):
             check_port([], default_port=port)
 
