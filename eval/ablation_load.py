@@ -12,7 +12,7 @@ from echo_sgl.types import Task
 from eval.ablation_options import WORKLOADS, AblationOptions
 from eval.deadlines import with_deadline
 from eval.load import Request, make_request
-from eval.mix import SERVED_MODEL, Mix, online_body
+from eval.mix import Mix, named_job, online_body
 from eval.workloads import WorkloadError, find_data
 from eval.workloads.jobs import (
     COMPLETIONS_URL,
@@ -20,8 +20,6 @@ from eval.workloads.jobs import (
     batch_line,
     limit_answers,
     shuffled,
-    text_set_files,
-    text_set_lines,
 )
 from eval.workloads.patterns import (
     arrivals_until,
@@ -138,18 +136,17 @@ def _llm_d_lengths(options: AblationOptions, seed: int) -> Iterator[Lengths]:
 
 
 def _job(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: float) -> list[BatchLine]:
-    workload = WORKLOADS[options.workload]
-    if workload.text_set:
-        lines = text_set_lines(
-            text_set_files(workload.text_set),
+    if not options.job_name:
+        lines = _llm_d_jobs(options, tokenizer, saturation_rps)
+    else:
+        lines = named_job(
+            options.job_name,
             tokenizer,
-            model=SERVED_MODEL,
             document_tokens=options.document_tokens,
-            document_parts=options.document_parts or workload.document_parts,
+            document_parts=options.document_parts or WORKLOADS[options.workload].document_parts,
+            seed=options.seed,
         )
         lines = shuffled(lines, options.seed)
-    else:
-        lines = _llm_d_jobs(options, tokenizer, saturation_rps)
     return limit_answers(lines, options.max_answer_tokens)
 
 
@@ -178,5 +175,5 @@ def _llm_d_jobs(
 
 
 def in_flight(options: AblationOptions, mix: Mix) -> AblationOptions:
-    """llm-d's windows count from the start of the run, so its jobs are sent at once."""
-    return replace(options, window=len(mix.job)) if options.workload == LLM_D else options
+    """The windows of llm-d's jobs count from the start of the run, so they are sent at once."""
+    return options if options.job_name else replace(options, window=len(mix.job))

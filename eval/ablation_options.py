@@ -62,7 +62,8 @@ class AblationOptions:
     calibrate_s: float = option(20.0, "stock's saturation is measured for this long at most", 1)
     calibration_requests: int = option(400, "and with so many online requests at most", 20)
     calibration_window: int = option(0, "of these in flight; 0: twice the running ones or 256", 0)
-    trace: str = option("azure_conv_2023.csv.gz", "CSV of arrivals and lengths, path or name")
+    trace: str = option("azure_conv_2023.csv.gz", "file of arrivals and lengths, path or name")
+    job: str = option("", "'stdlib', a file of OpenAI batch lines, or a text set; default: its own")
     trace_start_s: float = option(0.0, "azure: where in the trace to start, in its own time", 0)
     length_scale: float = option(0.25, "factor on the lengths of the trace and of llm-d", 0.001)
     max_prompt_tokens: int = option(1000, "longer online prompts are cut to this; 0: none is", 0)
@@ -72,7 +73,7 @@ class AblationOptions:
     phase_ratio: float = option(15.0, "llm-d: high rate over low rate", 1)
     phase_s: float = option(10.0, "llm-d: length of a phase, 90 in the published run", 0.1)
     answer_lengths: str = option("equal", "llm-d: " + " or ".join(ANSWER_LENGTHS))
-    job_lines: int = option(3000, "llm-d: largest number of offline lines", 3)
+    job_lines: int = option(3000, "llm-d: largest number of lines of its own jobs", 3)
     document_tokens: int = option(2000, "documents are cut to this; 0: whole", 0)
     document_parts: int = option(0, "parts of each document to ask about; 0: the workload's own", 0)
     max_answer_tokens: int = option(0, "longest offline answer; 0: as the job says", 0)
@@ -94,6 +95,11 @@ class AblationOptions:
         self._check_apart()
         for arm in self.picked_arms().values():
             with_promises(arm, Slo(1.0, 1.0))
+
+    @property
+    def job_name(self) -> str:
+        """Of `eval.mix.named_job`; empty for llm-d's own jobs, which have windows."""
+        return self.job or WORKLOADS[self.workload].text_set
 
     @property
     def changes(self) -> Sections:

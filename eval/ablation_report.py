@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.ablation_arms import BASE_ARM
 from eval.ablation_figures import ENOUGH_ATTAINMENT
-from eval.ablation_options import WORKLOADS
+from eval.ablation_options import WORKLOADS, AblationOptions
 from eval.report import LATENCY_NAMES, ms, spread, table, times
 from eval.step_shares import KINDS
 
@@ -49,7 +49,7 @@ def _setting(config: Tree) -> list[str]:
         f"- model: {options['model']}; {limits}; "
         f"{options['max_running_requests'] or 'any number of'} running requests; "
         f"prefill chunk {options['chunked_prefill_size'] or 'default'}",
-        f"- workload {options['workload']}: {WORKLOADS[options['workload']].about}",
+        f"- workload {options['workload']}: {_about(options)}",
         f"- online: {online['requests']} requests in {options['duration_s']:g} s, "
         f"{load:.0%} of the {config['saturation_rps']:.2f} requests/s at which "
         f"the stock server saturates; {online['prompt_tokens']} prompt tokens and "
@@ -65,6 +65,14 @@ def _setting(config: Tree) -> list[str]:
             "in turn, the groups one after the other"
         ]
     return lines + [f"- NOT MEASURED: {failure}" for failure in config["failures"]]
+
+
+def _about(options: Tree) -> str:
+    """What was sent; what stands in for the workload's own is named."""
+    about = WORKLOADS[options["workload"]].about
+    if options["trace"] != AblationOptions().trace and options["workload"] != "llm-d":
+        about += f"; trace {options['trace']}"
+    return about + (f"; job {options['job']} in place of its own" if options.get("job") else "")
 
 
 def _promises(config: Tree) -> str:

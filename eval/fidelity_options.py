@@ -10,7 +10,6 @@ from typing import Any
 
 import orjson
 
-from eval.ablation_load import LLM_D
 from eval.ablation_options import AblationOptions
 from eval.slo import Slo
 from eval.workloads import WorkloadError
@@ -69,10 +68,10 @@ def check_load(options: AblationOptions) -> None:
             f"{', '.join(stock)} are stock schedulers, which the simulator does not play; "
             f"allowed are Echo's presets, as {DEFAULT_ARMS}"
         )
-    if options.workload == LLM_D:
+    if not options.job_name:
         raise WorkloadError(
-            f"the lines of workload {LLM_D} have windows of their own, which a simulated trace "
-            "does not have; choose another workload"
+            f"the lines of workload {options.workload} have windows of their own, which a "
+            "simulated trace does not have; choose another workload, or name a --job"
         )
 
 

@@ -72,7 +72,7 @@ class Prompts:
     def ids(self, record: Record) -> array[int]:
         """Errors: `WorkloadError` when the server counted other tokens than we do."""
         if record.id not in self._ids:
-            prompt = self._body(record)["prompt"]
+            prompt = self._value(record, "prompt", str)
             self._ids[record.id] = array("q", self._tokenizer.encode(prompt))
         ids = self._ids[record.id]
         if record.status is Status.OK and record.prompt_tokens != len(ids):
@@ -83,10 +83,19 @@ class Prompts:
         return ids
 
     def answer_tokens(self, record: Record) -> int:
-        return int(self._body(record)["max_tokens"])
+        return int(self._value(record, "max_tokens", int))
 
     def ignores_eos(self, record: Record) -> bool:
         return bool(self._body(record).get("ignore_eos"))
+
+    def _value(self, record: Record, key: str, wanted: type) -> Any:
+        value = self._body(record).get(key)
+        if not isinstance(value, wanted):
+            raise WorkloadError(
+                f"{record.id} has {key} {value!r:.40}; a job is replayed whose lines are for "
+                "/v1/completions, with a prompt of text and max_tokens"
+            )
+        return value
 
     def _body(self, record: Record) -> dict[str, Any]:
         if record.id not in self._bodies:

@@ -134,24 +134,29 @@ def online_body(prompt: str, output_tokens: int) -> dict[str, Any]:
 
 
 def _job(options: CorunOptions, tokenizer: Tokenizer) -> list[BatchLine]:
-    lines = _job_lines(options, tokenizer)
+    lines = named_job(
+        options.job, tokenizer, document_tokens=options.document_tokens, seed=options.seed
+    )
     if options.job_order == "shuffled":
         lines = shuffled(lines, options.seed)
     return limit_answers(lines, options.max_answer_tokens)
 
 
-def _job_lines(options: CorunOptions, tokenizer: Tokenizer) -> list[BatchLine]:
-    if options.job == "stdlib":
-        return StdlibJob(SERVED_MODEL, seed=options.seed).lines(tokenizer)
-    if options.job.endswith(JOB_FILE_SUFFIXES):
+def named_job(
+    name: str, tokenizer: Tokenizer, *, document_tokens: int, document_parts: int = 1, seed: int = 0
+) -> list[BatchLine]:
+    """The lines of 'stdlib', of a file of batch lines, or of a text set, see `text_set_lines`."""
+    if name == "stdlib":
+        return StdlibJob(SERVED_MODEL, seed=seed).lines(tokenizer)
+    if name.endswith(JOB_FILE_SUFFIXES):
         # A job file names the model that it was written for; here it runs on ours.
         return [
-            line | {"body": line["body"] | {"model": SERVED_MODEL}}
-            for line in read_job(Path(options.job))
+            line | {"body": line["body"] | {"model": SERVED_MODEL}} for line in read_job(Path(name))
         ]
     return text_set_lines(
-        text_set_files(options.job),
+        text_set_files(name),
         tokenizer,
         model=SERVED_MODEL,
-        document_tokens=options.document_tokens,
+        document_tokens=document_tokens,
+        document_parts=document_parts,
     )

@@ -195,6 +195,41 @@ def test_llm_d_sends_three_jobs_of_different_windows_at_once(tiny_model: Path) -
     assert in_flight(other, mix) == other
 
 
+@pytest.mark.parametrize("workload", ["azure-qmsum", "bursts-loogle", "llm-d"])
+def test_a_job_of_ones_own_stands_in_for_that_of_the_workload(
+    workload: str, trace: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    lines = [
+        {"custom_id": f"mine-{number}", "method": "POST", "url": "/v1/chat/completions",
+         "body": {"model": "another", "messages": [{"role": "user", "content": f"Say {number}"}],
+                  "max_tokens": 9}}
+        for number in range(20)
+    ]  # fmt: skip
+    path.write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    options = AblationOptions(
+        workload=workload, trace=trace, job=str(path), max_answer_tokens=5, duration_s=10
+    )
+    mix = build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=4.0)
+    assert sorted(line["custom_id"] for line in mix.job) == sorted(
+        line["custom_id"] for line in lines
+    )
+    assert {line["url"] for line in mix.job} == {"/v1/chat/completions"}
+    assert {line["body"]["max_tokens"] for line in mix.job} == {5}
+    assert {line["body"]["model"] for line in mix.job} == {"eval-model"}
+    # It has no windows that count from when it is sent.
+    assert deadlines_of(mix.job) == {}
+    assert in_flight(options, mix) == options
+
+
+def test_a_job_that_is_not_there_is_named(trace: str, tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    for job in (str(tmp_path / "gone.jsonl"), "gone"):
+        options = AblationOptions(trace=trace, job=job, duration_s=10)
+        with pytest.raises(WorkloadError, match="gone"):
+            build_mix(options, tokenizer, saturation_rps=4.0)
+
+
 def test_what_was_measured_is_kept_and_gone_on_with(tmp_path: Path) -> None:
     options = AblationOptions()
     store = Store(tmp_path / "x", options)
@@ -372,3 +407,24 @@ def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> Non
         "1.50x",
     ] in rows
     assert ["echo", "-", "5 [4-6]", "-", "100", "20", "1", "0", "0"] in rows
+    assert "- workload azure-qmsum: Azure conversation trace beside QMSum\n" in text
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        ("azure-qmsum", "beside QMSum; trace mine.csv; job mine.jsonl in place of its own\n"),
+        ("llm-d", "jobs of different windows; job mine.jsonl in place of its own\n"),
+    ],
+)
+def test_the_report_names_what_stands_in_for_the_workloads_own(workload: str, said: str) -> None:
+    config = {
+        "name": "x", "command": "", "machine": "", "date": "", "sglang": "0", "torch": "0",
+        "python": "0", "saturation_rps": 8.0, "slo_factors": (1.5, 1.5),
+        "options": dataclasses.asdict(
+            AblationOptions(workload=workload, trace="mine.csv", job="mine.jsonl")
+        ),
+        "slos": [dataclasses.asdict(SLO)], "alone_again": [1.0], "offline": {"lines": 100},
+        "online": {"requests": 10, "prompt_tokens": 400, "output_tokens": 50}, "failures": [],
+    }  # fmt: skip
+    assert said in summary_markdown(config, summarise({"echo": {1: run_of()}}))
