@@ -87,7 +87,8 @@ async def offline_alone(
 async def together(
     server: Server, arm: Arm, mix: Mix, options: PhaseOptions
 ) -> tuple[list[Record], tuple[float, float]]:
-    """Offline first, then online joins; offline stays until the last online answer.
+    """Offline first, then online joins; offline stays until the last online answer, and as long as
+    online requests might have come.
 
     The second value is when online requests came, in seconds of the phase.
     """
@@ -98,8 +99,10 @@ async def together(
     await asyncio.sleep(options.lead_s)
     start_s = phase.now_s()
     await phase.open_loop(schedule, limit_s=limit_s)
-    await end_job(job, within_s=0.0)
-    return phase.records, (start_s, start_s + options.duration_s)
+    # Else an arm that answers the last one sooner has less time for its job than another one.
+    end_s = start_s + options.duration_s
+    await end_job(job, within_s=max(0.0, end_s - phase.now_s()))
+    return phase.records, (start_s, end_s)
 
 
 async def begin_job(

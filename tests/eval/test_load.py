@@ -14,12 +14,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from echo_sgl.types import OFFLINE_SERVICE_TIER, Task
-from eval.corun_phases import empty_cache
+from eval.arms import ARMS
+from eval.corun_phases import empty_cache, together
 from eval.hold import held
 from eval.load import Phase, Request, make_request
+from eval.mix import Mix, online_body
+from eval.options import CorunOptions
 from eval.records import Record, Status
 from eval.server import LOCAL, Server, free_port
+from eval.workloads.jobs import batch_line
 from eval.workloads.prompts import SyntheticText, load_tokenizer
+from eval.workloads.traces import Arrival
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT_TOKENS, SHARED_TOKENS, ANSWER_TOKENS = 120, 80, 12
@@ -267,3 +272,22 @@ def test_a_server_that_is_not_there_is_an_error_per_request() -> None:
     records = asyncio.run(run())
     assert [r.status for r in records] == [Status.ERROR] * 3
     assert all("ConnectorError" in r.error for r in records)
+
+
+@pytest.mark.server
+def test_a_job_goes_on_for_as_long_as_online_requests_might_have_come(
+    server: Server, texts: SyntheticText
+) -> None:
+    """The only one comes at once: whoever answers it sooner has no less time for the job."""
+    body = online_body(texts.text(0, PROMPT_TOKENS), 1)
+    lines = [batch_line(f"line-{n}", online_body(texts.text(n, 40), 4)) for n in range(1, 5000)]
+    options = CorunOptions(duration_s=3.0, lead_s=0.1, drain_s=30.0, window=2)
+    mix = Mix([Arrival(0.0, PROMPT_TOKENS, 1)], [body], lines)
+    records, (start_s, end_s) = asyncio.run(together(server, ARMS["stock"], mix, options))
+    [online] = [one for one in records if one.task is Task.ONLINE]
+    ends_s = [one.end_s for one in records if one.task is Task.OFFLINE and one.end_s is not None]
+    assert online.status is Status.OK and online.end_s is not None
+    assert end_s - start_s == pytest.approx(3.0)
+    if online.end_s < end_s:  # else a slow machine had no time left
+        assert max(ends_s) > online.end_s
+        assert max(ends_s) >= end_s
