@@ -144,9 +144,10 @@ class StepsConfig:
     for them grows, see `policies/chunk_wait.py`; not with 0. Nor does a limit cut online chunks
     shorter than that where online requests queue. `candidates`: how many requests are weighed for
     each prefill. `gather` lets them wait while there is room for few, until so many start in one
-    prefill step that it pays, see `policies/gathering.py`. `gate` lets them wait while those that
-    decode make more of the time than one more would, its prompt computed as often as such are lost
-    to online requests (OOCO), see `policies/gating.py`.
+    prefill step that it pays, see `policies/gathering.py`; `gather_online` does the same for online
+    requests in a long queue, as far as first tokens allow. `gate` lets offline ones wait while
+    those that decode make more of the time than one more would, its prompt computed as often as
+    such are lost to online requests (OOCO), see `policies/gating.py`.
     """
 
     limit: str = _choice("auto", "auto", "slack", "budget", "relative", "off")
@@ -173,6 +174,7 @@ class StepsConfig:
     chunk_overhead: float = _number(0.1, 0.0, 1000.0)
     candidates: int = _number(4, 1, 64)
     gather: bool = _switch(True)
+    gather_online: bool = _switch(False)
     gate: bool = _switch(False)
 
 

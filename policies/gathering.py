@@ -1,4 +1,4 @@
-"""Whether offline requests that could start wait for others to start with them."""
+"""Whether requests that could start wait for others to start with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Gathering:
     costs by the cost of starting, if those that were to end do not. Lots are of requests whose
     prefills fit into one step: what takes several steps anyway is not made fewer by waiting.
 
-    With `is_on` false nobody waits; what starts need is learned all the same.
+    Offline requests wait like this beside anybody, online ones beside others of theirs, see
+    `StepPlanner`: one object for each. With `is_on` false nobody waits; what starts need is learned
+    all the same.
 
     Source: Silver and Meal (1973); DeMatteis (1968); the use is ours. Units: requests, decode
     steps, tokens. Deterministic: every rank sees the same passes.

@@ -32,6 +32,9 @@ from echo_sgl.policies.step_limit import (
     StepLimit,
 )
 
+# Online requests wait for others to start with in a queue that holds so many lots.
+QUEUED_LOTS = 2
+
 
 class StepPlanner(DecodePlanner):
     """Holds the work of one step against a limit.
@@ -66,6 +69,9 @@ class StepPlanner(DecodePlanner):
         self.places = Places(config.ahead_tokens)
         self._trend = PlaceTrend(config.place_trend_s if config.place_share else 0.0)
         self.gathering = Gathering(is_on=config.gather)
+        self.online_lots = Gathering(is_on=config.gather and config.gather_online)
+        self.online_gathers = False
+        """Whether `decodes_first` found that online requests wait for others to start with."""
         self.gating = Gating(is_on=config.gate)
         self.chunk_wait = chunk_wait
         self._online_decodes, self._num_waiting = BatchShape(), 0
@@ -188,7 +194,7 @@ class StepPlanner(DecodePlanner):
         request between two chunks has behind it, which the next chunk attends to. `left_tokens`:
         what offline requests have to prefill that could; 0 where nobody may wait for more room.
         """
-        self.chunk_wait.awaited_s = 0.0
+        self.chunk_wait.awaited_s, self.online_gathers = 0.0, False
         if not len(self._online_decodes):
             return False
         if not self.is_limited or not self._is_known:
@@ -196,7 +202,10 @@ class StepPlanner(DecodePlanner):
         if online_prefill_waits:
             self.chunk_wait.interrupt()
             is_due = last_was_prefill and self._decodes_are_due(cached_tokens)
-            return is_due or self.limit.lets_end(self.view)
+            if is_due or self.limit.lets_end(self.view):
+                return True
+            self.online_gathers = not cached_tokens and self._online_gathers()
+            return self.online_gathers
         room_s = self.prefill_room_s
         # One chunk between two tokens: a second one would pay a step's fixed cost again.
         if last_was_prefill or not self._smallest_chunk_fits(room_s, cached_tokens):
@@ -208,6 +217,21 @@ class StepPlanner(DecodePlanner):
             cached_tokens=cached_tokens,
             left_tokens=left_tokens,
         )
+
+    def _online_gathers(self) -> bool:
+        """Whether online requests that found no place wait for others to start with.
+
+        In a long queue, which gets shorter by it, while the first of them is in time after another
+        decode step, too.
+        """
+        lots, view, num_waiting = self.online_lots, self.view, self._num_waiting
+        if num_waiting < QUEUED_LOTS * (lots.num_places + 1) or not self.limit.keeps_room:
+            return False
+        if not lots.waits(len(self._online_decodes), num_waiting):
+            return False
+        lot_s = lots.lot_s(self.estimator.upper, self._chunk_tokens)
+        in_time = view.now_s + view.alone_s + lot_s <= view.first_due_s
+        return in_time and math.isfinite(lot_s)
 
     def _decodes_are_due(self, cached_tokens: int) -> bool:
         """Whether online decodes go before the next chunk of an online prefill."""

@@ -174,6 +174,19 @@ class Offers(PoolIntake):
         is_full = found_no_room and self.chunked_req is None and len(self.offline_pool) > 0
         self._gathering.note_pass(_prefills_of(started), is_full=is_full)
 
+    def _note_online_pass(self, batch: ScheduleBatch | None, running: ScheduleBatch) -> None:
+        """Learn how many online requests a pass starts, and whether others found no room.
+
+        With SGLang's priorities one that comes later may be more urgent than all that wait.
+        """
+        if self.is_mixed_chunk or self.enable_priority_scheduling:
+            return
+        started = [req for req in batch.reqs if not is_offline(req)] if batch is not None else []
+        if started or self.waiting_queue:
+            is_full = running.batch_is_full and self.chunked_req is None
+            lots = self.step_control.planner.online_lots
+            lots.note_pass(_prefills_of(started), is_full=is_full and len(self.waiting_queue) > 0)
+
     @property
     def _gathering(self) -> Gathering:
         return self.step_control.planner.gathering

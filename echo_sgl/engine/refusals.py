@@ -63,5 +63,5 @@ def limit_facts(planner: StepPlanner) -> dict[str, float]:
 
 
 # One for all steps, since most of them have it; what decides is asked for when somebody looks.
-GATHERING = Refusal(Reason.GATHER)
+GATHERING, GATHERING_ONLINE = Refusal(Reason.GATHER), Refusal(Reason.GATHER)
 GATED = Refusal(Reason.GATE)

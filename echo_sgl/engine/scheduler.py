@@ -356,6 +356,7 @@ class EchoScheduler(Offers):
         )
         with self.step_control.own_time:
             self._take_back_offered(batch)
+            self._note_online_pass(batch, running_batch)
             for req in batch.reqs if batch is not None else ():
                 self.step_control.note_start(req)
         if was_full and batch is None:

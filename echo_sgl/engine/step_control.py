@@ -20,7 +20,14 @@ from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
 from echo_sgl.engine.places import finds_its_kv, new_tokens, placed, queued
-from echo_sgl.engine.refusals import GATED, GATHERING, Reason, Refusal, limit_facts
+from echo_sgl.engine.refusals import (
+    GATED,
+    GATHERING,
+    GATHERING_ONLINE,
+    Reason,
+    Refusal,
+    limit_facts,
+)
 from echo_sgl.engine.retraction import first_out
 from echo_sgl.engine.rolling_max import RollingMax
 from echo_sgl.engine.running import Running
@@ -177,7 +184,9 @@ class StepControl(DecodeControl):
             cached_tokens=chunked.extend_end if chunked is not None else 0,
             left_tokens=left_tokens if limits.is_within else 0.0,
         )
-        if is_deferred and planner.is_limited and self.estimator.is_ready:
+        if planner.online_gathers:
+            self.refusal = GATHERING_ONLINE
+        elif is_deferred and planner.is_limited and self.estimator.is_ready:
             self.refuse_for_time(None, BatchShape())
         return is_deferred
 
@@ -224,7 +233,7 @@ class StepControl(DecodeControl):
     def launch(
         self,
         batch: ScheduleBatch,
-        waiting: Iterable[Req],
+        waiting: Sequence[Req],
         *,
         num_pooled: int,
         num_evicted_tokens: int,
@@ -243,6 +252,8 @@ class StepControl(DecodeControl):
             self.planner.held.end()
         if num_pooled and not row.num_prefills:
             self.planner.gathering.note_decode()
+        if waiting and not row.num_prefills:
+            self.planner.online_lots.note_decode()
         only_prefills = row.num_prefills > 0 and not row.num_decodes
         limit_s = self.planner.prefill_room_s if only_prefills else self.planner.limit_s
         note = StepNote(
@@ -285,6 +296,7 @@ class StepControl(DecodeControl):
         """A request ended: `observe` will tell whether its promise was kept."""
         self._running.note_end(req)
         self.planner.gathering.note_end()
+        self.planner.online_lots.note_end()
         terms = terms_of(req, self._now_s)
         if terms.is_offline:
             if not isinstance(req.finished_reason, FINISH_ABORT):

@@ -49,7 +49,7 @@ class PrefillPass:
         """The prefills of this step, with their memory taken; None without any."""
         scheduler = self._scheduler
         was_full = scheduler.is_full and scheduler.num_running > 0
-        set_aside = scheduler.park_chunk()
+        set_aside, online_waits = scheduler.park_chunk(), bool(scheduler.waiting)
         scheduler.shed()
         offered = [] if was_full else self._offer()
         if scheduler.chunked is not None:
@@ -61,6 +61,8 @@ class PrefillPass:
             if num_started and in_line is not None and in_line not in offered[:num_started]:
                 in_line.num_passed_over += 1
             self._note_pass(num_started)
+        if online_waits:
+            self._note_online_pass()
         if set_aside is not None:
             scheduler.pool.add(set_aside, resumed=True)
         if not self._prefills:
@@ -81,6 +83,14 @@ class PrefillPass:
             return  # decodes stop for nobody, so nobody waits for others
         is_full = self._is_full and scheduler.chunked is None and len(scheduler.pool) > 0
         self._planner.gathering.note_pass(started, is_full=is_full)
+
+    def _note_online_pass(self) -> None:
+        scheduler, started = self._scheduler, BatchShape()
+        for request, new, cached in self._prefills:
+            if not request.is_offline:
+                started.add_prefill(new, cached)
+        is_full = self._is_full and bool(scheduler.waiting) and scheduler.chunked is None
+        self._planner.online_lots.note_pass(started, is_full=is_full)
 
     def _plan(self) -> StepPlan:
         scheduler = self._scheduler

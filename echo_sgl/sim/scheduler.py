@@ -284,6 +284,8 @@ class SimScheduler(SimDecodeControl):
         """A step is about to run: what would its online part take alone?"""
         if plan.decodes and not plan.prefills and len(self.pool):
             self.planner.gathering.note_decode()
+        if plan.decodes and not plan.prefills and self.waiting:
+            self.planner.online_lots.note_decode()
         if self._forgets_steps:
             return
         online = self.online.shape() if plan.decodes else BatchShape()

@@ -344,6 +344,7 @@ class SimServer:
             request.computed_tokens += num_more
             scheduler.kv.release(request)
             scheduler.planner.gathering.note_end()
+            scheduler.planner.online_lots.note_end()
             if request.is_offline:
                 scheduler.planner.gating.note_answer(request.num_outputs)
                 scheduler.pool.end(request)

@@ -11,6 +11,7 @@ import pytest
 
 from eval.server import LOCAL
 from tests.engine.traffic import FLEX, completion, is_idle, send_all, wait_until
+from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 pytestmark = pytest.mark.server
 
@@ -18,11 +19,11 @@ NUM_REQUESTS = 120
 ONE = "def one(self): return self.value and self.index or not self.value"
 
 
-def job(name: str = "lot") -> list[dict[str, object]]:
+def bodies(name: str = "lot", **fields: object) -> list[dict[str, object]]:
     """More than there are places, with answers that end one after the other."""
     rng = random.Random(5)
     return [
-        completion(f"{ONE} {number}", rng.randint(4, 60), rid=f"{name}-{number}", **FLEX)
+        completion(f"{ONE} {number}", rng.randint(4, 60), rid=f"{name}-{number}", **fields)
         for number in range(NUM_REQUESTS)
     ]
 
@@ -31,7 +32,7 @@ def knows_step_times(server) -> bool:
     """Whether a step was predicted; if not, another job is done to learn from."""
     if any(step["predicted_s"] is not None for step in trace(server)):
         return True
-    asyncio.run(send_all(server, job("learn")))
+    asyncio.run(send_all(server, bodies("learn", **FLEX)))
     return False
 
 
@@ -41,31 +42,49 @@ def trace(server) -> list[dict[str, Any]]:
     return [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
 
 
-def pooled_reason(server) -> str | None:
-    """What the last of the job waits for, or the one that the last one waits for."""
+def last_reason(server) -> str | None:
+    """What the last of them waits for, or the one that the last one waits for."""
     answer = LOCAL.get(f"{server.url}/echo/requests/lot-{NUM_REQUESTS - 1}", timeout=60)
     held_back = answer.json().get("held_back") or {} if answer.status_code == 200 else {}
     return (held_back.get("first") or held_back).get("reason")
 
 
-async def answers_and_reasons(server) -> tuple[list[httpx.Response], set[str | None]]:
-    answers = asyncio.create_task(send_all(server, job()))
+async def answers_and_reasons(
+    server, sent: list[dict[str, object]]
+) -> tuple[list[httpx.Response], set[str | None]]:
+    answers = asyncio.create_task(send_all(server, sent))
     reasons = set()
     while not answers.done():
-        reasons.add(await asyncio.to_thread(pooled_reason, server))
+        reasons.add(await asyncio.to_thread(last_reason, server))
     return await answers, reasons
 
 
-def test_requests_of_a_job_start_in_lots(echo_server):
-    wait_until(lambda: knows_step_times(echo_server), "the server knows what steps take")
-    wait_until(lambda: is_idle(echo_server), "the server is idle")
-    before_s = max((step["start_s"] for step in trace(echo_server)), default=0.0)
-    answers, reasons = asyncio.run(answers_and_reasons(echo_server))
+def starts_and_reasons(server, sent: list[dict[str, object]]) -> tuple[float, set[str | None]]:
+    """How many of the later ones start in a prefill step on average; all are answered in full."""
+    wait_until(lambda: knows_step_times(server), "the server knows what steps take")
+    wait_until(lambda: is_idle(server), "the server is idle")
+    before_s = max((step["start_s"] for step in trace(server)), default=0.0)
+    answers, reasons = asyncio.run(answers_and_reasons(server, sent))
     lengths = [answer.json()["usage"]["completion_tokens"] for answer in answers]
-    assert lengths == [body["max_tokens"] for body in job()]
-    steps = [step for step in trace(echo_server) if step["start_s"] > before_s]
+    assert lengths == [body["max_tokens"] for body in sent]
+    steps = [step for step in trace(server) if step["start_s"] > before_s]
     starts = [step["num_prefills"] for step in steps if step["num_prefills"]]
     later = starts[len(starts) // 2 :]
-    # At once it would be 1.3: whenever one has ended, one starts.
-    assert sum(later) / len(later) > 2
+    return sum(later) / len(later), reasons
+
+
+# At once it would be 1.3: whenever one has ended, one starts.
+def test_requests_of_a_job_start_in_lots(echo_server):
+    mean_starts, reasons = starts_and_reasons(echo_server, bodies(**FLEX))
+    assert mean_starts > 2
+    assert "gather" in reasons
+
+
+def test_online_requests_of_a_long_queue_start_in_lots(server_for, write_config):
+    """As far as first tokens allow: here they may come as late as they like."""
+    slo, steps = {"ttft_s": 600.0, "tpot_s": 60.0}, {"gather_online": True}
+    config = write_config(slo=slo, steps=steps)
+    server = server_for((*COMMON_ARGS, *NAMED), config=str(config), env=STRICT)
+    mean_starts, reasons = starts_and_reasons(server, bodies())
+    assert mean_starts > 2
     assert "gather" in reasons

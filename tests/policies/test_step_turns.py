@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from echo_sgl.batch_shape import BatchShape
 from tests.policies.plans import CHUNK_TOKENS, Clockwork, begin, planner
 
 PREFILL_WAITS = {"online_prefill_waits": True, "last_was_prefill": False}
@@ -120,4 +121,59 @@ def test_without_a_margin_for_first_tokens_prefills_go_first_as_in_echo():
 def test_a_prefill_of_nothing_makes_nobody_late():
     waits = {"first_due_in_s": 5.0, "waiting": 1, "waiting_tokens": 0}
     plan = begin(planner(), decodes=2, due_in_s=1.0, endings=[(0.06, 3)], **waits)
+    assert not plan.decodes_first(**PREFILL_WAITS)
+
+
+def queued(waiting=20, first_due_in_s=50.0, slo=None, prompt_tokens=20, **steps):
+    """Sixteen decodes have all places, one of them ends every second step; one place is empty.
+
+    A decode step takes 160 ms, the prefill step of a lot of two 40.
+    """
+    plan = planner(slo=slo, **{"gather_online": True, **steps})
+    one = BatchShape()
+    one.add_prefill(prompt_tokens)
+    for _ in range(30):
+        plan.online_lots.note_pass(one, is_full=True)
+        plan.online_lots.note_decode()
+        plan.online_lots.note_decode()
+        plan.online_lots.note_end()
+    begin(plan, decodes=16, due_in_s=50.0, first_due_in_s=first_due_in_s, waiting=waiting)
+    return plan
+
+
+def test_online_requests_of_a_long_queue_start_in_lots():
+    plan = queued()
+    assert plan.decodes_first(**PREFILL_WAITS) and plan.online_gathers
+    for _ in range(3):  # 4 of 16 places: what a fifth would save is less than it costs
+        plan.online_lots.note_end()
+    assert not plan.decodes_first(**PREFILL_WAITS) and not plan.online_gathers
+
+
+@pytest.mark.parametrize(
+    ("queue", "gathers"),
+    [
+        ({"waiting": 4}, True),
+        ({"waiting": 3}, False),  # two lots of two are not there
+        ({"first_due_in_s": 0.21}, True),
+        ({"first_due_in_s": 0.19}, False),  # after another decode it would be late
+        ({"first_due_in_s": -0.1}, False),
+        ({"prompt_tokens": CHUNK_TOKENS}, False),  # two do not fit into one prefill step
+        ({"gather": False}, False),
+        ({"gather_online": False}, False),
+        ({"limit": "relative"}, False),
+        ({"limit": "budget", "budget_s": 9.0}, False),
+    ],
+)
+def test_they_do_so_as_far_as_first_tokens_allow(queue, gathers):
+    plan = queued(**queue)
+    assert plan.decodes_first(**PREFILL_WAITS) is gathers
+    assert plan.online_gathers is gathers
+
+
+def test_who_is_between_chunks_and_who_comes_alone_wait_for_nobody():
+    plan = queued()
+    assert not plan.decodes_first(**PREFILL_WAITS, cached_tokens=64)
+    plan = queued()
+    plan.online_lots.note_pass(BatchShape(), is_full=False)
+    plan.online_lots.note_end()
     assert not plan.decodes_first(**PREFILL_WAITS)
