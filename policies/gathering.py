@@ -40,7 +40,7 @@ class Gathering:
     """
 
     def __init__(self, is_on: bool = True) -> None:
-        self._is_on = is_on
+        self.is_on = is_on
         self.num_places = 0
         self._is_full = False
         self._num_steps = self._empty_steps = 0
@@ -91,7 +91,7 @@ class Gathering:
         Not when there is room for all `num_waiting`: nobody else would start with them.
         """
         num_places, empty_steps = self.num_places, self._empty_steps
-        if not (self._is_on and self._is_full):
+        if not (self.is_on and self._is_full):
             return False
         if not 0 < num_places < num_waiting or empty_steps >= num_decodes:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -161,10 +162,10 @@ def _ahead(facts: Facts) -> str:
     )
 
 
-def _gather(facts: Facts) -> str:
+def _gather(facts: Facts, setting: str = "steps.gather") -> str:
     return (
         f"for others to start with it in one prefill step: there is room for "
-        f"{facts['num_places']:,}, and all that decode would stop for them (steps.gather)."
+        f"{facts['num_places']:,}, and all that decode would stop for them ({setting})."
     )
 
 
@@ -189,6 +190,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "prefix": _prefix,
     "ahead": _ahead,
     "gather": _gather,
+    "queue": partial(_gather, setting="steps.gather_online"),
     "gate": _gate,
     "paused": _paused,
 }

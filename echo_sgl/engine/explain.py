@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.places import queued
-from echo_sgl.engine.refusals import (
-    GATED,
-    GATHERING,
-    GATHERING_ONLINE,
-    Reason,
-    Refusal,
-    limit_facts,
-)
+from echo_sgl.engine.refusals import Reason, Refusal, limit_facts
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.offer_size import MAX_OFFERED
@@ -164,9 +157,9 @@ def _waiting(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
         now_s = scheduler.echo_clock.now_s
         facts = {"gave_place_for_s": now_s - since_s, "due_in_s": queued(req).due_s - now_s}
         return {"position": position, "held_back": _facts(Refusal(Reason.AHEAD, req.rid, facts))}
-    refusal, noted = _refusal(scheduler), scheduler.step_control.refusal
-    if refusal is not None and refusal.rid is None and noted is not GATHERING_ONLINE:
-        refusal = None if refusal.reason in _OF_OFFLINE else refusal
+    refusal = _refusal(scheduler)
+    if refusal is not None and refusal.rid is None and refusal.reason in _OF_OFFLINE:
+        refusal = None
     return {
         "position": position,
         "held_back": held_back(req.rid, refusal, num_before=num_before),
@@ -203,14 +196,14 @@ def _refusal(scheduler: EchoScheduler) -> Refusal | None:
     """Why the last pass ended, as far as it holds now."""
     if (paused := _paused(scheduler)) is not None:
         return paused
-    refusal, planner = scheduler.step_control.refusal, scheduler.step_control.planner
-    if refusal is GATHERING or refusal is GATHERING_ONLINE:
-        lots = planner.gathering if refusal is GATHERING else planner.online_lots
-        return Refusal(Reason.GATHER, None, lots.facts)
-    if refusal is GATED:
-        return Refusal(Reason.GATE, None, planner.gating.facts)
-    if refusal is not None:
-        return refusal
+    if (refusal := scheduler.step_control.refusal) is not None:
+        planner = scheduler.step_control.planner
+        facts = {
+            Reason.GATHER: planner.gathering.facts,
+            Reason.QUEUE: planner.online_lots.facts,
+            Reason.GATE: planner.gating.facts,
+        }
+        return Refusal(refusal.reason, refusal.rid, facts.get(refusal.reason, refusal.facts))
     if scheduler.running_batch.batch_is_full:
         num_running = len(scheduler.running_batch.reqs)
         return Refusal(Reason.SLOT, None, {"num_running": num_running})

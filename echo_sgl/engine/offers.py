@@ -179,12 +179,12 @@ class Offers(PoolIntake):
 
         With SGLang's priorities one that comes later may be more urgent than all that wait.
         """
-        if self.is_mixed_chunk or self.enable_priority_scheduling:
+        lots = self.step_control.planner.online_lots
+        if not lots.is_on or self.is_mixed_chunk or self.enable_priority_scheduling:
             return
         started = [req for req in batch.reqs if not is_offline(req)] if batch is not None else []
         if started or self.waiting_queue:
             is_full = running.batch_is_full and self.chunked_req is None
-            lots = self.step_control.planner.online_lots
             lots.note_pass(_prefills_of(started), is_full=is_full and len(self.waiting_queue) > 0)
 
     @property

@@ -30,6 +30,8 @@ class Reason(StrEnum):
     """It has time: it was ahead of its due time, and another request would have been late."""
     GATHER = "gather"
     """It starts with others in one prefill step, once more have left."""
+    QUEUE = "queue"
+    """The same of an online request, which waits in a queue of such."""
     GATE = "gate"
     """Its prefill would be lost to an online request more often than it pays."""
     PAUSED = "paused"
@@ -63,5 +65,5 @@ def limit_facts(planner: StepPlanner) -> dict[str, float]:
 
 
 # One for all steps, since most of them have it; what decides is asked for when somebody looks.
-GATHERING, GATHERING_ONLINE = Refusal(Reason.GATHER), Refusal(Reason.GATHER)
+GATHERING, GATHERING_ONLINE = Refusal(Reason.GATHER), Refusal(Reason.QUEUE)
 GATED = Refusal(Reason.GATE)

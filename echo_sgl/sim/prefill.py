@@ -49,7 +49,7 @@ class PrefillPass:
         """The prefills of this step, with their memory taken; None without any."""
         scheduler = self._scheduler
         was_full = scheduler.is_full and scheduler.num_running > 0
-        set_aside, online_waits = scheduler.park_chunk(), bool(scheduler.waiting)
+        set_aside, online_waits = scheduler.park_chunk(), len(scheduler.waiting) > 0
         scheduler.shed()
         offered = [] if was_full else self._offer()
         if scheduler.chunked is not None:
@@ -61,7 +61,7 @@ class PrefillPass:
             if num_started and in_line is not None and in_line not in offered[:num_started]:
                 in_line.num_passed_over += 1
             self._note_pass(num_started)
-        if online_waits:
+        if online_waits and self._planner.online_lots.is_on:
             self._note_online_pass()
         if set_aside is not None:
             scheduler.pool.add(set_aside, resumed=True)

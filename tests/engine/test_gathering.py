@@ -87,4 +87,4 @@ def test_online_requests_of_a_long_queue_start_in_lots(server_for, write_config)
     server = server_for((*COMMON_ARGS, *NAMED), config=str(config), env=STRICT)
     mean_starts, reasons = starts_and_reasons(server, bodies())
     assert mean_starts > 2
-    assert "gather" in reasons
+    assert "queue" in reasons

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from echo_sgl.config import load_config, parse_config, resolve_config_path
 from echo_sgl.types import Task, task_of_service_tier
-from eval.ablation import best_reference, in_order
+from eval.ablation import in_order
 from eval.ablation_arms import (
     ABLATION_ARMS,
     ERRORS,
@@ -22,17 +21,8 @@ from eval.ablation_arms import (
     error_arm_name,
     with_promises,
 )
-from eval.ablation_figures import (
-    at_equal_attainment,
-    ceiling_figures,
-    reference_figures,
-    run_figures,
-    summarise,
-)
 from eval.ablation_load import build_mix, calibration_requests, calibration_window, in_flight
 from eval.ablation_options import AblationOptions, parse_options
-from eval.ablation_phases import ArmRun, online_waits
-from eval.ablation_report import summary_markdown
 from eval.ablation_store import Store
 from eval.arms import ARMS
 from eval.cache_arms import with_config_file
@@ -40,7 +30,6 @@ from eval.deadlines import deadlines_of
 from eval.slo import Slo
 from eval.workloads import WorkloadError
 from eval.workloads.prompts import count_tokens, load_tokenizer
-from tests.eval.test_summary import offline, online
 
 Tree = dict[str, Any]
 
@@ -272,159 +261,3 @@ def test_a_run_goes_on_as_it_began_or_not_at_all(tmp_path: Path) -> None:
         store.refuse_mixing({"echo": echo}, (1, 2), now | {"torch": "3"})
     # What was measured stays of the day on which it was.
     assert store.provenance(now | {"date": "2026-01-02"}) == now
-
-
-def test_waits_are_read_from_the_page_of_a_server_that_tells_them() -> None:
-    page = (
-        "# TYPE echo_sgl_online_wait_seconds gauge\n"
-        'echo_sgl_online_wait_seconds{task="online"} 0.25\n'
-        "# TYPE echo_sgl_online_wait_steps gauge\n"
-        'echo_sgl_online_wait_steps{task="online"} 1\n'
-    )
-    assert online_waits(page) == {"longest_wait_s": 0.25, "most_offline_steps_waited": 1.0}
-    told = online_waits("# TYPE other gauge\nother 3\n")
-    assert told == {"longest_wait_s": None, "most_offline_steps_waited": None}
-
-
-WAITED = {"longest_wait_s": 0.02, "most_offline_steps_waited": 1.0}
-
-
-def full_decode(start_s: float, *, online: int) -> Tree:
-    """A step of a hundred requests, so many of them online, that takes a second."""
-    counts = {"num_prefills": 0, "prefill_tokens": 0, "num_decodes": 100}
-    return {**counts, "num_offline": 100 - online, "start_s": start_s, "time_s": 1.0, "own_s": 0.0}
-
-
-def run_of(
-    *,
-    slow: int = 0,
-    slow_alone: int = 0,
-    tokens: int = 100,
-    parks: float | None = None,
-    steps: Sequence[Tree] = (),
-) -> Tree:
-    """Ten online requests alone and together, some of them too slow; a hundred lines."""
-    late = {"first_token_s": 99.0, "last_token_s": 99.2}
-    alone = [online(number, **(late if number < slow_alone else {})) for number in range(10)]
-    mixed = [online(number, **(late if number < slow else {})) for number in range(10)]
-    lines = [offline(number, tokens=tokens) for number in range(100)]
-    counters = {} if parks is None else {"echo_sgl_parks_total{task=offline}": parks}
-    records, spans_s = [*mixed, *lines], {"together": (1000.0, 1070.0)}
-    run = ArmRun(
-        *(alone, lines, records, (20.0, 60.0), counters, WAITED, list(steps), spans_s),
-        probe_s=0.006,
-    )
-    stock = [online(n, first_token_s=n + 0.05, last_token_s=n + 0.2) for n in range(10)]
-    reference = {**reference_figures(stock, SLO), "probe_s": 0.004}
-    return run_figures(run, SLO, ceiling=ceiling_figures(lines), reference=reference, deadlines={})
-
-
-def test_a_runs_figures_compare_with_alone_and_with_the_stock_server() -> None:
-    tree = run_of(slow=1, parks=7.0)
-    assert tree["attainment"] == {"alone": 1.0, "together": 0.9, "of_alone": 0.9}
-    assert tree["vs_alone"]["ttft_ms_p50"] == pytest.approx(1.0)
-    assert tree["vs_stock_alone"]["ttft_ms_p50"] == pytest.approx(2.0)
-    assert tree["harvest_of_ceiling"] == pytest.approx(1.0)
-    assert (tree["parks"], tree["retractions"]) == (7.0, None)
-
-
-def test_steps_count_while_online_requests_come_and_say_what_room_they_leave() -> None:
-    tree = run_of(steps=[full_decode(1000.0 + second, online=second) for second in (10, 30, 50)])
-    # The first of them ran before anybody was online.
-    assert tree["steps"]["room"] == pytest.approx(1.0 - (30 + 50) / 200)
-    assert tree["harvest_of_room"] == pytest.approx(1.0 / 0.6)
-
-
-def test_a_server_that_was_disturbed_alone_does_not_make_attainment_look_good() -> None:
-    tree = run_of(slow=4, slow_alone=7)
-    assert tree["attainment"] == {"alone": 0.3, "together": 0.6, "of_alone": 0.6}
-    assert at_equal_attainment([tree]) == {"runs": 0}
-
-
-def test_the_fastest_run_alone_gives_the_promises_and_the_others_are_held_against_them() -> None:
-    fast = [online(n, first_token_s=n + 0.1, last_token_s=n + 0.2) for n in range(10)]
-    slow = [online(n, first_token_s=n + 0.1 * (n + 1), last_token_s=n + 3.0) for n in range(10)]
-    alone, _, _ = best_reference([fast], (1.5, 1.5))
-    slo, records, again = best_reference([slow, fast], (1.5, 1.5))
-    assert slo == alone
-    assert records is fast
-    assert again == [pytest.approx(0.0)]
-
-
-def test_arms_are_compared_at_equal_attainment() -> None:
-    kept, missed = run_of(tokens=300), run_of(slow=1, tokens=900)
-    equal = at_equal_attainment([kept, missed])
-    assert equal["runs"] == 1
-    assert equal["harvest_tokens_per_s"]["max"] == kept["harvest_tokens_per_s"]
-    assert at_equal_attainment([missed]) == {"runs": 0}
-
-
-def test_the_ratio_to_the_base_arm_pairs_repetitions() -> None:
-    runs = {
-        "stock-priority": {1: run_of(tokens=100), 3: run_of(tokens=200)},
-        "echo": {1: run_of(tokens=300), 2: run_of(tokens=999), 3: run_of(tokens=600)},
-        "bs": {},
-    }
-    summary = summarise(runs)
-    assert list(summary) == ["stock-priority", "echo"]
-    assert summary["echo"]["vs_base"]["median"] == pytest.approx(3.0)
-    assert summary["echo"]["repetitions"] == 3
-    alone = summarise({"echo": runs["echo"]})
-    assert alone["echo"]["vs_base"]["median"] is None
-
-
-def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> None:
-    runs = {
-        "stock-priority": {1: run_of(slow=5, tokens=100)},
-        "echo": {1: run_of(tokens=300, parks=4.0), 2: run_of(tokens=300, parks=6.0)},
-    }
-    config = {
-        "name": "x", "command": "python -m eval.ablation --name x", "machine": "a machine",
-        "date": "2026-01-01", "sglang": "0", "torch": "0", "python": "0",
-        "options": dataclasses.asdict(AblationOptions(name="x")), "saturation_rps": 8.0,
-        "slo_factors": (1.5, 1.5), "slos": [dataclasses.asdict(SLO)], "alone_again": [0.983],
-        "offline": {"lines": 100},
-        "online": {"requests": 10, "prompt_tokens": 400, "output_tokens": 50},
-        "failures": ["bros 1: the server ended"],
-    }  # fmt: skip
-    text = summary_markdown(config, summarise(runs))
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert "- the stock server alone measured again keeps that for 98.3% of the requests" in text
-    assert "NOT MEASURED: bros 1: the server ended" in text
-    assert ["stock-priority", "0 of 1", "does not reach it", "-", "-"] in rows
-    assert ["echo", "2 of 2", "always", "300", "100.0%"] in rows
-    assert [
-        "echo",
-        "2",
-        "100.0%",
-        "100.0%",
-        "2.00x",
-        "1.33x",
-        "100.0%",
-        "-",
-        "300",
-        "3.00x",
-        "1.50x",
-    ] in rows
-    assert ["echo", "-", "5 [4-6]", "-", "100", "20", "1", "0", "0"] in rows
-    assert "- workload azure-qmsum: Azure conversation trace beside QMSum\n" in text
-
-
-@pytest.mark.parametrize(
-    ("workload", "said"),
-    [
-        ("azure-qmsum", "beside QMSum; trace mine.csv; job mine.jsonl in place of its own\n"),
-        ("llm-d", "jobs of different windows; job mine.jsonl in place of its own\n"),
-    ],
-)
-def test_the_report_names_what_stands_in_for_the_workloads_own(workload: str, said: str) -> None:
-    config = {
-        "name": "x", "command": "", "machine": "", "date": "", "sglang": "0", "torch": "0",
-        "python": "0", "saturation_rps": 8.0, "slo_factors": (1.5, 1.5),
-        "options": dataclasses.asdict(
-            AblationOptions(workload=workload, trace="mine.csv", job="mine.jsonl")
-        ),
-        "slos": [dataclasses.asdict(SLO)], "alone_again": [1.0], "offline": {"lines": 100},
-        "online": {"requests": 10, "prompt_tokens": 400, "output_tokens": 50}, "failures": [],
-    }  # fmt: skip
-    assert said in summary_markdown(config, summarise({"echo": {1: run_of()}}))

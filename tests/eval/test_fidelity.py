@@ -275,6 +275,18 @@ def test_the_summary_shows_bad_rows_with_their_cause() -> None:
     assert "| echo | together | offline | tokens/s | 1,000 | 1,200 | +20.0% | 5% | no |" in page
 
 
+def test_a_line_that_has_no_text_to_replay_is_named() -> None:
+    chat = {"a": {"messages": [{"role": "user", "content": "7"}], "max_tokens": 4}}
+    with pytest.raises(WorkloadError, match="a has prompt None; a job is replayed whose lines are"):
+        replay(server(), [record("a", 0.0)], Prompts(chat, Words()))
+    with pytest.raises(WorkloadError, match="a has max_tokens None"):
+        replay(server(), [record("a", 0.0)], Prompts({"a": {"prompt": "7"}}, Words()))
+
+
+def test_a_job_of_ones_own_is_played_beside_llm_ds_phases() -> None:
+    check_load(AblationOptions(arms="echo", workload="llm-d", job="mine.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
