@@ -118,8 +118,9 @@ class StepsConfig:
     named and "relative" otherwise; "off" limits nothing.
 
     A request that arrives waits for the step that runs: no step with offline work is longer
-    than `max_stall_s`, or than `stall_share` of the TTFT that is promised if that is less. With
-    "slack", no offline request decodes while an online one waits whose first token would come
+    than `max_stall_s`, or than `stall_share` of what its own prefill, and of others that come
+    meanwhile, leave of the TTFT that is promised, see `policies/arrival_wait.py`. With "slack", no
+    offline request decodes while an online one waits whose first token would come
     later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
     And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
     online decodes are ahead when an online prefill stops them; a step that only prefills may take
@@ -156,7 +157,7 @@ class StepsConfig:
     attainment: float = _number(0.99, 0.0, 1.0)
     max_inflation: float = _number(1.1, 1.0, 1000.0)
     max_stall_s: float = _number(0.1, 0.0, 3600.0)
-    stall_share: float = _number(0.25, 0.0, 1.0)
+    stall_share: float = _number(0.7, 0.0, 1.0)
     ttft_margin: float = _number(0.5, 0.0, 1.0)
     slack_pace: float = _number(0.5, 0.0, 1.0)
     slack_share: float = _number(0.1, 0.0, 1.0)

@@ -12,6 +12,8 @@ GROWTH = 1.25
 USES = 256
 # Cached tokens that count as one length.
 CACHED_TOKENS = 512
+# And stalls.
+STALL_S = 0.005
 # A wait takes no more steps than this, and the room grows fast enough for that.
 MOST_STEPS = 48
 # What it costs a wait that an online prefill came between: after a few, it ends.
@@ -43,8 +45,8 @@ class ChunkWait:
         self._num_steps = 0
         # The room to be had at least, in the next step of this wait, to wait on.
         self._next_room_s = -math.inf
-        # By cached tokens: the length, and how often it may be used yet.
-        self._worth: dict[int, tuple[int, int]] = {}
+        # By cached tokens and stall: the length, and how often it may be used yet.
+        self._worth: dict[tuple[int, int], tuple[int, int]] = {}
 
     def waits(
         self,
@@ -87,7 +89,7 @@ class ChunkWait:
         """The length of the shortest chunk that is worth a step, behind so many cached tokens."""
         if not self._overhead:
             return self._shortest
-        key = cached_tokens // CACHED_TOKENS
+        key = cached_tokens // CACHED_TOKENS, int(stall_s / STALL_S)
         tokens, num_uses = self._worth.get(key, (0, 0))
         if not num_uses:
             if len(self._worth) > USES:

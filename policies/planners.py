@@ -31,7 +31,7 @@ def create_step_planner(
     steps = config.steps
     offline_tokens = min(chunk_tokens, config.offline.max_prefill_tokens_per_step or chunk_tokens)
     return StepPlanner(
-        steps,
+        config,
         create_step_limit(steps, config.slo),
         estimator,
         selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),

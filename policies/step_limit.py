@@ -109,7 +109,8 @@ class OnlinePart(NamedTuple):
 class StepLimit(ABC):
     """Seconds that a step may take; the common part bounds what an arriving request waits.
 
-    `stall_s`: the longest that offline work may lengthen a step, whatever else allows.
+    `stall_s`: the longest that offline work may lengthen a step, whatever else allows. It may
+    change from step to step, see `ArrivalWait`.
     `cuts_online_chunks`: online prefills are cut to what online decodes leave them.
     `holds_for_each_step`: two prefills in a row would keep online decodes for twice as long as
     they are to wait for a token. `keeps_room`: time that a step leaves is there for the next.

@@ -105,8 +105,6 @@ def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
     Errors: `ValueError` names the unknown limit and the known ones.
     """
     stall_s = steps.max_stall_s
-    if slo.ttft_s:
-        stall_s = min(stall_s, steps.stall_share * slo.ttft_s)
     if steps.limit == "slack":
         tpot_s = slo.tpot_s or math.inf
         use = SlackUse(

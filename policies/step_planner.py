@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import StepsConfig
+from echo_sgl.config import EchoConfig
 from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
+from echo_sgl.policies.arrival_wait import ArrivalWait
 from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.chunk_wait import ChunkWait
 from echo_sgl.policies.contexts import Contexts
@@ -49,7 +50,7 @@ class StepPlanner(DecodePlanner):
 
     def __init__(
         self,
-        config: StepsConfig,
+        config: EchoConfig,
         limit: StepLimit,
         estimator: StepEstimator,
         *,
@@ -60,20 +61,27 @@ class StepPlanner(DecodePlanner):
         chunk_tokens: int,
     ) -> None:
         self.limit, self.estimator = limit, estimator
-        self.is_limited, self.replaces = not isinstance(limit, NoLimit), config.replace
+        self._config = steps = config.steps
+        self.is_limited, self.replaces = not isinstance(limit, NoLimit), steps.replace
         # Most limits hold nothing between steps.
         self.keeps_steps = type(limit).note_step is not StepLimit.note_step
         self.view = NOTHING_ONLINE
         self.limit_s = self.prefill_room_s = math.inf
-        self._config, self._selection, self._batch_size = config, selection, batch_size
-        self.places = Places(config.ahead_tokens)
-        self._trend = PlaceTrend(config.place_trend_s if config.place_share else 0.0)
-        self.gathering = Gathering(is_on=config.gather)
-        self.online_lots = Gathering(is_on=config.gather and config.gather_online)
+        self._selection, self._batch_size = selection, batch_size
+        self.places = Places(steps.ahead_tokens)
+        self._trend = PlaceTrend(steps.place_trend_s if steps.place_share else 0.0)
+        self.gathering = Gathering(is_on=steps.gather)
+        self.online_lots = Gathering(is_on=steps.gather and steps.gather_online)
         self.online_gathers = False
         """Whether `decodes_first` found that online requests wait for others to start with."""
-        self.gating = Gating(is_on=config.gate)
+        self.gating = Gating(is_on=steps.gate)
         self.chunk_wait = chunk_wait
+        self.arrival_wait = ArrivalWait(
+            ttft_s=config.slo.ttft_s,
+            share=steps.stall_share,
+            most_s=steps.max_stall_s,
+            chunk_tokens=chunk_tokens,
+        )
         self._online_decodes, self._num_waiting = BatchShape(), 0
         self._decode_limit = math.inf
         self.held = HeldPlan(is_on=not (self.keeps_steps or batch_size.learns))
@@ -128,6 +136,8 @@ class StepPlanner(DecodePlanner):
             places_taken=taken,
             places_ahead=self._trend.ahead(now_s, taken),
         )
+        predictor = self.estimator.upper if self._is_known else None
+        self.limit.stall_s = self.arrival_wait.longest_s(now_s, alone_s, predictor)
         self.limit_s = self.limit.limit_s(self.view)
         self.prefill_room_s = self.limit.prefill_room_s(self.view, self.limit_s)
         self._decode_limit = self.limit.decode_limit_s(self.view, self.limit_s)
@@ -158,7 +168,17 @@ class StepPlanner(DecodePlanner):
             part = OnlinePart(self.estimator.predict_s(online), kind, is_alone)
         self._launched = self.view.now_s, part
 
+    def forget_traffic(self) -> None:
+        """The online requests until now were no traffic: what they taught does not count."""
+        self.limit.forget_requests()
+        self.arrival_wait.forget()
+
     # ---- prefill ---------------------------------------------------------------------------
+
+    def note_online_start(self, now_s: float, new_tokens: int) -> None:
+        """An online request starts that never has before, with so many tokens to prefill."""
+        self.gathering.note_start()
+        self.arrival_wait.note_start(now_s, new_tokens)
 
     def gathers(self, num_offline: int, num_pooled: int) -> bool:
         """Whether offline requests wait for others to start with, while so many decode.

@@ -103,7 +103,7 @@ def obey(
     """Do what our routes ask for; None for settings of SGLang's own."""
     if FORGET_TRAFFIC_KEY in server_args:
         scheduler.kv_limits.forget_demand()
-        scheduler.step_control.planner.limit.forget_requests()
+        scheduler.step_control.planner.forget_traffic()
         return SetInternalStateReqOutput(updated=True)
     scheduler.step_control.planner.held.end()
     return set_budget(scheduler.step_control.planner.limit, server_args)

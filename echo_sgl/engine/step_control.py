@@ -288,7 +288,7 @@ class StepControl(DecodeControl):
         if terms.started_s is None:
             terms.started_s = self._now_s
             if not terms.is_offline:
-                self.planner.gathering.note_start()
+                self.planner.note_online_start(self._now_s, req.seqlen - req.prefix_len)
                 self.online_wait_s.observe(self._now_s - terms.arrival_s, self._now_s)
                 self.online_wait_steps.observe(terms.num_offline_steps_waited, self._now_s)
 

@@ -191,7 +191,7 @@ class PrefillPass:
             tokens = request.seq_tokens
             self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
             if is_new:
-                self._planner.gathering.note_start()
+                self._planner.note_online_start(scheduler.now_s, tokens - request.prefix_tokens)
             if scheduler.chunked is request:
                 return False
         return scheduler.chunked is None and self._budget() > 0

@@ -8,7 +8,7 @@ from eval import chunks
 from eval.chunks import SEEDS, SETTINGS, ChunksOptions, Point, main, points, run_point
 from eval.workloads import DATA_DIR
 
-OPTIONS = ChunksOptions(duration_s=20.0)
+OPTIONS = ChunksOptions(duration_s=60.0)
 
 
 def test_on_a_gpu_they_bring_the_job_further_within_the_promises():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import SloConfig, StepsConfig
+from echo_sgl.config import EchoConfig, SloConfig, StepsConfig
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.chunk_wait import ChunkWait
 from echo_sgl.policies.decode_selection import create_decode_selection
@@ -48,10 +48,11 @@ def planner(
     estimator=None, *, slo=None, max_decodes=64, selection="shortest", **steps
 ) -> StepPlanner:
     """With `steps` as in a config."""
+    slo = slo or SloConfig(ttft_s=100.0, tpot_s=100.0)
     config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **ALL_SLACK, **steps})
     return StepPlanner(
-        config,
-        create_step_limit(config, slo or SloConfig(ttft_s=100.0, tpot_s=100.0)),
+        EchoConfig(steps=config, slo=slo),
+        create_step_limit(config, slo),
         estimator or Clockwork(),
         selection=create_decode_selection(selection, seed=0),
         batch_size=create_batch_size(config.batch_size, base=8, maximum=max_decodes),

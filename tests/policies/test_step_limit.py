@@ -97,12 +97,6 @@ def test_no_limit_lengthens_a_step_by_more_than_the_stall(name, alone_s):
     assert limit.limit_s(view(alone_s=alone_s)) <= alone_s + 0.05
 
 
-def test_the_stall_is_a_share_of_the_ttft_that_is_promised():
-    steps = StepsConfig(limit="slack", max_stall_s=0.5, stall_share=0.25)
-    assert create_step_limit(steps, SloConfig(ttft_s=0.4, tpot_s=0.1)).stall_s == 0.1
-    assert create_step_limit(steps, SloConfig(ttft_s=40.0, tpot_s=0.1)).stall_s == 0.5
-
-
 @pytest.mark.parametrize(
     ("taken", "share_of_the_slack"),
     [(0.0, 1.0), (0.5, 1.0), (0.625, 0.5), (0.75, 0.0), (1.0, 0.0), (1.5, 0.0)],

@@ -1,0 +1,51 @@
+"""How long a step with offline work may be on a real server, by what online requests need."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from eval.server import LOCAL
+from tests.engine.tight import learn
+from tests.engine.traffic import FLEX, completion, is_idle, post, wait_until
+from tests.servers import COMMON_ARGS, STRICT
+
+pytestmark = pytest.mark.server
+
+# No prefill of the test's model takes a noticeable part of it.
+TTFT_S = 600.0
+CONFIG = {
+    "slo": {"ttft_s": TTFT_S, "tpot_s": 60.0},
+    "steps": {"max_stall_s": 3600.0, "stall_share": 1.0},
+}
+
+
+@pytest.fixture
+def server(server_for, write_config):
+    server = server_for(COMMON_ARGS, config=str(write_config(**CONFIG)), env=STRICT)
+    wait_until(lambda: is_idle(server), "the server is idle")
+    return server
+
+
+def offline_limits_s(server) -> list[float]:
+    """Of the steps of one offline request, with nobody online."""
+    start_s = time.monotonic()
+    post(server, "/v1/completions", {**completion("an offline question", 8), **FLEX})
+    wait_until(lambda: is_idle(server), "it has ended")
+    params = {"seconds": time.monotonic() - start_s}
+    [steps] = LOCAL.get(f"{server.url}/echo/trace", params=params).json()["replicas"]
+    offline, limit = (steps["columns"].index(name) for name in ("num_offline", "limit_s"))
+    limits_s = [row[limit] for row in steps["rows"] if row[offline]]
+    assert limits_s, "its steps are in the trace"
+    return limits_s
+
+
+def test_offline_steps_are_as_long_as_the_prompts_that_were_seen_allow(server):
+    learn(server)
+    assert LOCAL.post(f"{server.url}/echo/forget-traffic").is_success
+    assert set(offline_limits_s(server)) == {0.5 * TTFT_S}, "nothing is known of online prompts"
+    post(server, "/v1/completions", completion("an online question", 8))
+    assert all(0.5 * TTFT_S < limit_s < TTFT_S for limit_s in offline_limits_s(server))
+    assert LOCAL.post(f"{server.url}/echo/forget-traffic").is_success
+    assert set(offline_limits_s(server)) == {0.5 * TTFT_S}
