@@ -55,7 +55,7 @@ SERVERS = {
 LOADS = {
     "H200, 64 places": (("llm-d",), (4.0, 8.0, 12.0)),
     "H200, 256 places": (("azure-qmsum", "bursts-loogle"), (4.0, 10.0)),
-    "CPU": (("azure-qmsum", "bursts-loogle"), (0.5, 1.6)),
+    "CPU": (("azure-qmsum", "bursts-loogle", "llm-d"), (0.5, 1.6)),
 }
 # Of the online requests alone; as in the ablation.
 SLO_FACTORS = {"CPU": "1.5"}
@@ -68,6 +68,10 @@ SETTINGS: dict[str, Sections] = {
     "worth a step": {"steps": AS_DECODES},
     "and of all slack but 4 TPOTs (echo.toml)": {},
     "and up to 90 % of the KV kept for online peaks": {"reserve": {"max_share": 0.9}},
+    **{
+        f"who arrives waits for {share:.0%} of what there is": {"steps": {"stall_share": share}}
+        for share in (0.35, 1.0)
+    },
 }
 
 
