@@ -116,13 +116,19 @@ async def begin_job(
     window = min(window, len(lines))
     if not on_hold:
         return asyncio.create_task(phase.closed_loop(lines, window=window, limit_s=math.inf))
-    sending = phase.closed_loop(lines, window=window, limit_s=math.inf, gap_s=HELD_GAP_S)
-    async with held(server, window):
-        job = asyncio.create_task(sending)
+    jobs: list[asyncio.Task[None]] = []
+    try:
+        async with held(server, window):
+            sending = phase.closed_loop(lines, window=window, limit_s=math.inf, gap_s=HELD_GAP_S)
+            jobs.append(asyncio.create_task(sending))
+    except ServerStartError:
+        for job in jobs:
+            await end_job(job, within_s=0.0)
+        raise
     begun_s = phase.now_s()
     for record in phase.records:
         record.sent_s = begun_s  # as far as the server's scheduler can tell
-    return job
+    return jobs[0]
 
 
 async def end_job(job: asyncio.Task[None], *, within_s: float) -> None:

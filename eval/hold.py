@@ -26,11 +26,15 @@ PLUG = "plug-"
 PLUGS_SHARE = 0.6
 
 
+class PlugsEnded(ServerStartError):
+    """Lines came more slowly than plugs could keep their places: the first of them run already."""
+
+
 @asynccontextmanager
 async def held(server: Server, num_lines: int) -> AsyncIterator[None]:
     """Send `num_lines` in the block: it ends when they wait and the server may begin.
 
-    Errors: `ServerStartError` when they do not come to wait in `LIMIT_S`, or a plug ended first.
+    Errors: `ServerStartError` when they do not come to wait in `LIMIT_S`; `PlugsEnded`.
     """
     async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
         facts = await asyncio.to_thread(_facts, server)
@@ -39,14 +43,14 @@ async def held(server: Server, num_lines: int) -> AsyncIterator[None]:
         names = [f"{PLUG}{number}" for number in range(num_places)]
         plugs = asyncio.create_task(_send_plugs(client, names, plug_tokens))
         try:
-            await _until(server, lambda load: load["num_running_reqs"] == num_places)
+            await _until(server, plugs, lambda load: load["num_running_reqs"] == num_places)
             yield
-            await _until(server, lambda load: load["num_waiting_reqs"] >= num_lines)
+            await _until(server, plugs, lambda load: load["num_waiting_reqs"] >= num_lines)
         finally:
             await _pull_plugs(client, names)
             reasons = await plugs
         if set(reasons) != {"abort"}:
-            raise ServerStartError(f"plugs of a held server ended by {sorted(set(reasons))}")
+            raise PlugsEnded(f"plugs of a held server ended by {sorted(set(reasons))}")
 
 
 async def _pull_plugs(client: httpx.AsyncClient, names: Sequence[str]) -> None:
@@ -80,9 +84,13 @@ def _facts(server: Server) -> dict[str, Any]:
     return facts
 
 
-async def _until(server: Server, condition: Callable[[dict[str, Any]], bool]) -> None:
+async def _until(
+    server: Server, plugs: asyncio.Task[list[str]], condition: Callable[[dict[str, Any]], bool]
+) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not condition(load := await asyncio.to_thread(_load, server)):
+        if plugs.done():
+            raise PlugsEnded(f"plugs of a held server ended by {sorted(set(plugs.result()))}")
         if time.monotonic() > deadline_s:
             raise ServerStartError(
                 f"after {LIMIT_S:.0f} s a held server runs {load['num_running_reqs']} and lets "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ from echo_sgl.cli.calibration import Driver, fit_all
 from echo_sgl.config import load_config
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.types import Task
+from eval import hold
 from eval.ablation_arms import preset_arm
 from eval.arms import Arm
 from eval.corun_phases import begin_job, empty_cache, end_job
 from eval.fidelity_replay import Prompts, bodies_of, replay
+from eval.hold import PlugsEnded
 from eval.load import Phase
 from eval.mix import Mix, online_body
 from eval.models import demo_model
@@ -118,9 +121,12 @@ def test_what_a_server_did_is_what_its_simulated_twin_does(
     samples = driver.measure(5.0, on_wave=lambda share: None)
     profile = fit_all(samples, driver.server, seed=0, host=driver.host_time()).profile()
     assert profile.host is not None and profile.host.intake_s > 0
-    empty_cache(server)
-    before = num_steps(server)
-    real = asyncio.run(play(server, preset_arm("echo"), mix))
+    real: list[Record] = []
+    while not real:
+        empty_cache(server)
+        before = num_steps(server)
+        with contextlib.suppress(PlugsEnded):  # on a slow machine the lines may come too late
+            real = asyncio.run(play(server, preset_arm("echo"), mix))
     steps = num_steps(server) - before
 
     config = ServerConfig(
@@ -142,3 +148,13 @@ def test_what_a_server_did_is_what_its_simulated_twin_does(
     assert hit_ratio(real) > 0.5
     assert hit_ratio(sim) == pytest.approx(hit_ratio(real), abs=0.05)
     assert steps / 3 < results.num_steps < steps * 3
+
+
+@pytest.mark.server
+def test_a_job_whose_lines_come_too_late_to_be_held_is_taken_back(
+    server: Server, mix: Mix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "PLUGS_SHARE", 0.01)  # they end within some steps
+    with pytest.raises(PlugsEnded, match="length"):
+        asyncio.run(play(server, preset_arm("echo"), mix))
+    empty_cache(server)  # which it refuses while anybody is there

@@ -22,6 +22,7 @@ from echo_sgl.engine.routes import Replicas, put_routes
 from echo_sgl.policies.online_attainment import BudgetController
 from echo_sgl.policies.step_limit import NoLimit, OnlineView
 from echo_sgl.policies.step_limits import BudgetLimit
+from tests.policies.plans import planner
 
 ROUTES = [
     ("GET", "/echo/steps"),
@@ -129,7 +130,9 @@ def test_a_recording_names_itself_with_32_hex_digits_and_where_it_goes_on(client
 def test_what_was_no_traffic_moves_neither_reserve_nor_budget() -> None:
     limit, forgotten = budget_limit(), []
     limits = SimpleNamespace(forget_demand=lambda: forgotten.append("demand"))
-    control = SimpleNamespace(planner=SimpleNamespace(limit=limit))
+    plan = planner()
+    plan.limit = limit
+    control = SimpleNamespace(planner=plan)
     for _ in range(30):  # a whole window that fell short, and half of the next one
         limit.note_request(False)
     assert limit.limit_s(BUSY) < 0.3
