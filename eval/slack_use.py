@@ -70,7 +70,11 @@ SETTINGS: dict[str, tuple[str, Sections]] = {
     "pace 0.5 (echo.toml)": ("echo", {}),
     "pace 0.3": ("echo", {"steps": {"slack_pace": 0.3}}),
     "pace 0.5, no lag": ("echo", {"steps": {"lag_tokens": 0.0}}),
-    "pace 0.5, share 0.2": ("echo", {"steps": {"slack_share": 0.2}}),
+    **{
+        f"pace 0.5, share {share:g}": ("echo", {"steps": {"slack_share": share}})
+        for share in (0.1, 0.2)
+    },
+    "pace 0.5, who arrives waits for 0.1 s": ("echo", {"steps": {"max_stall_s": 0.1}}),
     "pace 0.5, however many places": ("echo", {"steps": ANY_PLACES}),
     "pace 0.5, each keeps its place": ("echo", {"steps": {"ahead_tokens": 0.0}}),
     "pace 0.5, half of the places": ("echo", {"steps": {"place_share": 0.5, "place_trend_s": 0.0}}),
