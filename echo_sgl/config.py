@@ -117,24 +117,23 @@ class StepsConfig:
     alone, and what is left of that is kept for later. "auto" is "slack" where both SLOs are
     named and "relative" otherwise; "off" limits nothing.
 
-    A request that arrives waits for the step that runs: no step with offline work is longer than
-    `max_stall_s`, under "relative" than `unpromised_stall_s`, or than `stall_share` of what its own
-    prefill, and those of others that come meanwhile, leave of the TTFT that is promised, see
-    `policies/arrival_wait.py`. With "slack", no offline request decodes while an online one waits
-    whose first token would come later than `ttft_margin` of its TTFT before it is due; 0 lets
-    offline work use all of it. And a step takes `slack_pace` of the TPOT and `slack_share` of the
-    slack beyond that, so that online decodes are ahead when an online prefill stops them; a step
-    that only prefills may take all that is more than `reserve_tokens` TPOTs of it. A first token
-    that would be late may make them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a
-    decode with few tokens left ends before an online prefill makes it late for good. Where online
-    requests hold or wait for two thirds of `place_share` of the server's places
-    (`--max-running-requests`), offline work gets less beside them, and nothing from `place_share`
-    on; with 0 places do not matter. What is more than their mean over `place_trend_s` counts twice,
-    for a burst goes on. Where all are taken, an online decode that is `ahead_tokens` TPOTs ahead of
-    its due time gives its place to an online request that comes too close to its own
-    (`ttft_margin`), and is back when it is due; with 0 none does. `online_chunks` "whole" prefills
-    online prompts in SGLang's chunks, with decodes between them where they are due; "slack" cuts
-    them to what online decodes have left.
+    A request that arrives waits for the step that runs: no step with offline work is longer
+    than `max_stall_s`, or than `stall_share` of what its own prefill, and of others that come
+    meanwhile, leave of the TTFT that is promised, see `policies/arrival_wait.py`. With "slack", no
+    offline request decodes while an online one waits whose first token would come later than
+    `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
+    And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
+    online decodes are ahead when an online prefill stops them; a step that only prefills may take
+    all that is more than `reserve_tokens` TPOTs of it. A first token that would be late may make
+    them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few tokens
+    left ends before an online prefill makes it late for good. Where online requests hold or wait
+    for two thirds of `place_share` of the server's places (`--max-running-requests`), offline work
+    gets less beside them, and nothing from `place_share` on; with 0 places do not matter. What is
+    more than their mean over `place_trend_s` counts twice, for a burst goes on. Where all are
+    taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place to an
+    online request that comes too close to its own (`ttft_margin`), and is back when it is due; with
+    0 none does. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with decodes
+    between them where they are due; "slack" cuts them to what online decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all
@@ -157,12 +156,11 @@ class StepsConfig:
     adapt_budget: bool = _switch(True)
     attainment: float = _number(0.99, 0.0, 1.0)
     max_inflation: float = _number(1.1, 1.0, 1000.0)
-    max_stall_s: float = _number(0.2, 0.0, 3600.0)
-    unpromised_stall_s: float = _number(0.1, 0.0, 3600.0)
+    max_stall_s: float = _number(0.1, 0.0, 3600.0)
     stall_share: float = _number(0.7, 0.0, 1.0)
     ttft_margin: float = _number(0.5, 0.0, 1.0)
     slack_pace: float = _number(0.5, 0.0, 1.0)
-    slack_share: float = _number(0.15, 0.0, 1.0)
+    slack_share: float = _number(0.1, 0.0, 1.0)
     reserve_tokens: float = _number(4.0, 0.0, 1000.0)
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
     place_share: float = _number(0.67, 0.0, 1.0)

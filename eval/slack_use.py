@@ -72,9 +72,9 @@ SETTINGS: dict[str, tuple[str, Sections]] = {
     "pace 0.5, no lag": ("echo", {"steps": {"lag_tokens": 0.0}}),
     **{
         f"pace 0.5, share {share:g}": ("echo", {"steps": {"slack_share": share}})
-        for share in (0.1, 0.2)
+        for share in (0.15, 0.2)
     },
-    "pace 0.5, who arrives waits for 0.1 s": ("echo", {"steps": {"max_stall_s": 0.1}}),
+    "pace 0.5, who arrives waits for 0.2 s": ("echo", {"steps": {"max_stall_s": 0.2}}),
     "pace 0.5, however many places": ("echo", {"steps": ANY_PLACES}),
     "pace 0.5, each keeps its place": ("echo", {"steps": {"ahead_tokens": 0.0}}),
     "pace 0.5, half of the places": ("echo", {"steps": {"place_share": 0.5, "place_trend_s": 0.0}}),

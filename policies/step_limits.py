@@ -122,7 +122,7 @@ def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
             cuts_online_chunks=steps.online_chunks == "slack",
         )
     if steps.limit == "relative":
-        return RelativeLimit(min(stall_s, steps.unpromised_stall_s), steps.max_inflation)
+        return RelativeLimit(stall_s, steps.max_inflation)
     if steps.limit == "off":
         return NoLimit(stall_s)
     if steps.limit == "budget":

@@ -79,7 +79,7 @@ class StepPlanner(DecodePlanner):
         self.arrival_wait = ArrivalWait(
             ttft_s=config.slo.ttft_s,
             share=steps.stall_share,
-            most_s=limit.stall_s,
+            most_s=steps.max_stall_s,
             chunk_tokens=chunk_tokens,
         )
         self._online_decodes, self._num_waiting = BatchShape(), 0

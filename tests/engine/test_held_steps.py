@@ -163,8 +163,7 @@ def test_a_pass_that_would_find_nobody_is_left_out_unless_somebody_is_to_be_shed
 
 
 def test_nothing_holds_under_a_limit_that_counts_each_step() -> None:
-    stalls = {"max_stall_s": 3600.0, "unpromised_stall_s": 3600.0}
-    steps = Steps(limit="relative", max_inflation=100.0, **stalls)
+    steps = Steps(limit="relative", max_inflation=100.0, max_stall_s=3600.0)
     assert [steps.run() for _ in range(3)] == [1, 1, 1]
 
 

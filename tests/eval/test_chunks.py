@@ -18,7 +18,7 @@ def test_on_a_gpu_they_bring_the_job_further_within_the_promises():
         for setting in (fits, is_worth, most, waits_less)
     )
     assert worth["offline_tokens_per_s"] > 1.15 * short["offline_tokens_per_s"]
-    assert ahead["offline_tokens_per_s"] > 1.03 * worth["offline_tokens_per_s"]
+    assert ahead["offline_tokens_per_s"] > 1.05 * worth["offline_tokens_per_s"]
     assert ahead["offline_tokens_per_s"] > 1.05 * hurried["offline_tokens_per_s"]
     assert min(row["kept"] for row in (short, worth, ahead)) > 0.98
     again = run_point(OPTIONS, Point("H200, 64 places", "llm-d", 8.0, 0, "whatever fits"))

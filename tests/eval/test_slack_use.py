@@ -97,7 +97,7 @@ def test_online_requests_alone_lose_nothing_by_being_promised_something():
     Cut to the slack, online prefills waste it.
     """
     pattern = next(one for one in LOADS if one.workload == "llm-d")
-    load = Load(2.5, pattern, duration_s=40.0)
+    load = Load(2.0, pattern, duration_s=40.0)
     echo = load_config(CONFIGS_DIR / "echo.toml")
     slo = load.promise("1.2,1.1")
 

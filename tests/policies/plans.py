@@ -15,7 +15,6 @@ from echo_sgl.policies.step_planner import StepPlanner
 
 NOW_S = 64.0
 CHUNK_TOKENS = 512
-NO_STALL = {"max_stall_s": 10.0, "unpromised_stall_s": 10.0}
 ALL_SLACK = {
     "slack_share": 1.0,
     "lag_tokens": 0.0,
@@ -50,7 +49,7 @@ def planner(
 ) -> StepPlanner:
     """With `steps` as in a config."""
     slo = slo or SloConfig(ttft_s=100.0, tpot_s=100.0)
-    config = StepsConfig(**{"limit": "slack", **NO_STALL, **ALL_SLACK, **steps})
+    config = StepsConfig(**{"limit": "slack", "max_stall_s": 10.0, **ALL_SLACK, **steps})
     return StepPlanner(
         EchoConfig(steps=config, slo=slo),
         create_step_limit(config, slo),

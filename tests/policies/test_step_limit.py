@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -14,7 +13,6 @@ from echo_sgl.config import SloConfig, StepsConfig, parse_config
 from echo_sgl.policies.slack_limit import SlackLimit, SlackUse
 from echo_sgl.policies.step_limit import OnlinePart, OnlineView, Promise
 from echo_sgl.policies.step_limits import MAX_CREDIT_STALLS, RelativeLimit, create_step_limit
-from tests.policies.plans import begin, planner
 
 # All of the slack of online decodes is used.
 ALL = {"slack_share": 1.0, "lag_tokens": 0.0, "place_share": 0.0, "ahead_tokens": 0.0}
@@ -97,16 +95,6 @@ def test_no_limit_lengthens_a_step_by_more_than_the_stall(name, alone_s):
     steps = StepsConfig(limit=name, max_stall_s=0.05, max_inflation=1000.0)
     limit = create_step_limit(steps, SloConfig(ttft_s=3600.0, tpot_s=3600.0))
     assert limit.limit_s(view(alone_s=alone_s)) <= alone_s + 0.05
-
-
-@pytest.mark.parametrize(("name", "stall_s"), [("slack", 0.2), ("relative", 0.1)])
-def test_who_was_promised_nothing_waits_for_less(name, stall_s):
-    steps = StepsConfig(limit=name, max_stall_s=0.2, unpromised_stall_s=0.1, max_inflation=1000.0)
-    plan = planner(slo=SloConfig(), **dataclasses.asdict(steps))
-    begin(plan, decodes=1)
-    assert plan.limit_s - plan.view.alone_s == pytest.approx(stall_s)
-    least = dataclasses.replace(steps, max_stall_s=0.05)
-    assert create_step_limit(least, SloConfig()).stall_s == 0.05, "the longest for all"
 
 
 @pytest.mark.parametrize(
@@ -276,10 +264,10 @@ def echo_limit() -> SlackLimit:
 
 
 @pytest.mark.parametrize(
-    ("slack_s", "limit_s"), [(-0.1, -0.1), (0.05, 0.05), (0.1, 0.0575), (0.45, 0.11)]
+    ("slack_s", "limit_s"), [(-0.1, -0.1), (0.05, 0.05), (0.1, 0.055), (0.55, 0.1)]
 )
 def test_online_decodes_get_ahead_until_a_step_takes_one_tpot(slack_s, limit_s):
-    """Half of the TPOT at once, and 15 % of what is beyond."""
+    """Half of the TPOT at once, and a tenth of what is beyond."""
     assert echo_limit().limit_s(view(decode_due_s=100 + slack_s)) == pytest.approx(limit_s)
 
 
@@ -303,8 +291,8 @@ def test_more_slack_is_never_less_time_and_never_more_than_there_is(slack_s, mor
 @pytest.mark.parametrize(
     ("slack_s", "room_s"),
     [
-        (0.3, 0.0675),  # as a decode: 0.05 + 15 % of the rest, less what online decodes take
-        (0.6, 0.18),  # all but 4 TPOTs
+        (0.3, 0.055),  # as a decode: 0.05 + a tenth of the rest, less what online decodes take
+        (0.5, 0.08),  # all but 4 TPOTs
         (0.9, 0.48),
     ],
 )
