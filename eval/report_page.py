@@ -64,6 +64,12 @@ SECTIONS = (
         "python -m eval.ablation --workload azure-qmsum",
     ),
     Section(
+        "Online requests alone",
+        "What Echo costs while no job runs: stock SGLang and Echo in turns.",
+        ("online_only",),
+        "python -m eval.online_only",
+    ),
+    Section(
         "A wrong estimator",
         "The same with predictions that are wrong on purpose.",
         ("estimator_error",),

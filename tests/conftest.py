@@ -37,6 +37,7 @@ GROUPS = (
         "engine/test_tasks",
         "engine/test_turns",
         "eval/test_load",
+        "eval/test_online_only",
     ),
     ("engine/test_steps", "engine/test_faults"),
     ("cli/", "engine/test_batch_service"),
