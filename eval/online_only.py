@@ -45,10 +45,10 @@ RESULTS_DIR = Path(__file__).resolve().parent / "results"
 BUILD_DIR = MODELS_DIR.parent
 STOCK = "stock"
 LIMIT_S = 300.0
-# Of the closed loop: answers a second, and the share of requests that got what `promises` promises.
-FULL = ("answers_per_s", "kept")
-LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
-FIGURES = (*FULL, *LATENCIES)
+# `kept`: of the closed loop, the share of requests that got what `promises` promises.
+KEPT = "kept"
+FIGURES = ("answers_per_s", KEPT, "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+HEAD = ("answers a second", "in time", "TTFT p50, ms", "TTFT p99", "TPOT p50, ms", "TPOT p99")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,7 +157,8 @@ def measure_turn(
     phase = Phase(server.url)
     asyncio.run(phase.open_loop(zip(schedule, requests, strict=True), limit_s=LIMIT_S))
     kept = attainment(most, Slo(options.ttft_s, options.tpot_s))
-    row = {"answers_per_s": most_rps, "kept": kept or 0.0}
+    assert kept is not None, "every request of these was answered"
+    row = {"answers_per_s": most_rps, KEPT: kept}
     return row | _latencies(_checked(phase.records)), rate_rps
 
 
@@ -181,19 +182,25 @@ def _checked(records: list[Record]) -> list[Record]:
 
 
 def _latencies(records: Sequence[Record]) -> dict[str, float]:
+    """Errors: `WorkloadError` when too few were sent to have any."""
     ttft = percentiles_ms(one.ttft_s for one in records if one.ttft_s is not None)
     tpot = percentiles_ms(one.tpot_s for one in records if one.tpot_s is not None)
-    return {
-        f"{name}_{share}_ms": values[share] or 0.0
-        for name, values in (("ttft", ttft), ("tpot", tpot))
-        for share in ("p50", "p99")
-    }
+    figures = {}
+    for name, values in (("ttft", ttft), ("tpot", tpot)):
+        for share in ("p50", "p99"):
+            if (value := values[share]) is None:
+                raise WorkloadError(
+                    f"{len(records)} requests of the open loop tell no {name}; "
+                    "raise --duration-s, --load or --answer-tokens"
+                )
+            figures[f"{name}_{share}_ms"] = value
+    return figures
 
 
 def beside_stock(rows: Sequence[Mapping[str, Any]], arm: str, figure: str) -> list[float]:
-    """An arm's figure over stock's, turn by turn; those in which stock's is 0 are left out."""
+    """An arm's figure over stock's, turn by turn."""
     values = {(row["arm"], row["round"]): row[figure] for row in rows}
-    numbers = sorted({row["round"] for row in rows if values[STOCK, row["round"]]})
+    numbers = sorted({row["round"] for row in rows})
     return [values[arm, number] / values[STOCK, number] for number in numbers]
 
 
@@ -204,18 +211,14 @@ def summary_markdown(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
     for arm in sorted(arms, key=lambda name: name != STOCK):
         mine = {figure: [row[figure] for row in rows if row["arm"] == arm] for figure in FIGURES}
         medians = [f"{statistics.median(mine[figure]):,.1f}" for figure in FIGURES]
-        medians[FIGURES.index("kept")] = _range("{:.0%}", mine["kept"])
+        medians[FIGURES.index(KEPT)] = _range("{:.0%}", mine[KEPT])
         cells.append([arm, *medians])
         if arm != STOCK:
-            ratios = [_range("{:.2f}x", beside_stock(rows, arm, one)) for one in FIGURES]
-            ratios[FIGURES.index("kept")] = ""
+            ratios = [
+                "" if one == KEPT else _range("{:.2f}x", beside_stock(rows, arm, one))
+                for one in FIGURES
+            ]
             cells.append([f"{arm} / stock", *ratios])
-    head = [
-        "",
-        "answers a second",
-        "in time",
-        *("TTFT p50, ms", "TTFT p99", "TPOT p50, ms", "TPOT p99"),
-    ]
     return "\n".join(
         [
             f"# Online requests alone `{config['name']}`",
@@ -234,7 +237,7 @@ def summary_markdown(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
             f"- latencies: at {options['load']:.0%} of what stock took first, for "
             f"{options['duration_s']:g} s",
             "",
-            *table(head, cells),
+            *table(["", *HEAD], cells),
             "",
         ]
     )

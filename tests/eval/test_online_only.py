@@ -19,7 +19,7 @@ from eval.online_only import (
 from eval.server import Server
 
 OPTIONS = OnlineOnlyOptions(
-    requests=40, window=8, duration_s=1.0, prompt_tokens=40, answer_tokens=8, load=0.5
+    requests=40, window=8, duration_s=3.0, prompt_tokens=40, answer_tokens=8, load=0.8
 )
 
 
