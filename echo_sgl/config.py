@@ -175,7 +175,7 @@ class StepsConfig:
     chunk_overhead: float = _number(0.1, 0.0, 1000.0)
     candidates: int = _number(4, 1, 64)
     gather: bool = _switch(True)
-    gather_online: bool = _switch(False)
+    gather_online: bool = _switch(True)
     gate: bool = _switch(False)
 
 
