@@ -132,8 +132,10 @@ class StepsConfig:
     more than their mean over `place_trend_s` counts twice, for a burst goes on. Where all are
     taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place to an
     online request that comes too close to its own (`ttft_margin`), and is back when it is due; with
-    0 none does. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with decodes
-    between them where they are due; "slack" cuts them to what online decodes have left.
+    0 none does. One whose first token is late lets others go first that can be in time, until it
+    is late by `late_wait_s`; with 0 all are served as they came. `online_chunks` "whole" prefills
+    online prompts in SGLang's chunks, with decodes between them where they are due; "slack" cuts
+    them to what online decodes have left.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all
@@ -166,6 +168,7 @@ class StepsConfig:
     place_share: float = _number(0.67, 0.0, 1.0)
     place_trend_s: float = _number(10.0, 0.0, 3600.0)
     ahead_tokens: float = _number(8.0, 0.0, 1000.0)
+    late_wait_s: float = _number(0.0, 0.0, 3600.0)
     online_chunks: str = _choice("whole", "whole", "slack")
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
     park: bool = _switch(True)

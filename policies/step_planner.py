@@ -22,8 +22,9 @@ from echo_sgl.policies.decode_selection import DecodeSelection
 from echo_sgl.policies.gathering import Gathering
 from echo_sgl.policies.gating import Gating
 from echo_sgl.policies.held_plan import HeldPlan
+from echo_sgl.policies.late_last import LateLast
 from echo_sgl.policies.place_trend import PlaceTrend
-from echo_sgl.policies.places import Placed, Places
+from echo_sgl.policies.places import Placed, Places, Queued
 from echo_sgl.policies.step_limit import (
     NOTHING_ONLINE,
     Ending,
@@ -69,6 +70,7 @@ class StepPlanner(DecodePlanner):
         self.limit_s = self.prefill_room_s = math.inf
         self._selection, self._batch_size = selection, batch_size
         self.places = Places(steps.ahead_tokens)
+        self.late_last = LateLast(steps.late_wait_s if limit.keeps_room else 0.0)
         self._trend = PlaceTrend(steps.place_trend_s if steps.place_share else 0.0)
         self.gathering = Gathering(is_on=steps.gather)
         self.online_lots = Gathering(is_on=steps.gather and steps.gather_online)
@@ -346,14 +348,19 @@ class StepPlanner(DecodePlanner):
         smallest = self._config.min_chunk_tokens
         return prefill_alone_s(self.estimator.upper, smallest, cached_tokens) <= limit_s
 
-    def gives_way(self, due_s: float, decodes: Iterable[Placed]) -> str | None:
-        """Which online decode leaves its place to a request that waits and is due then.
+    def gives_way(self, waiting: Queued, decodes: Iterable[Placed]) -> str | None:
+        """Which online decode leaves its place to a request that waits.
 
-        None: it can wait for longer, or nobody is far enough ahead.
+        None: it can wait for longer, or is late in any case, or nobody is far enough ahead.
         """
-        if not self.limit.is_pressed(self.view, due_s):
+        due_s, now_s = waiting.due_s, self.view.now_s
+        if self.goes_last(waiting) or not self.limit.is_pressed(self.view, due_s):
             return None
-        return self.places.gives_way(decodes, due_s=due_s, now_s=self.view.now_s)
+        return self.places.gives_way(decodes, due_s=due_s, now_s=now_s)
+
+    def goes_last(self, waiting: Queued) -> bool:
+        """Whether an online request lets others that wait go first, see `LateLast`."""
+        return self.late_last.is_put_off(waiting, self.view.now_s)
 
     @property
     def online_waits(self) -> bool:

@@ -162,6 +162,14 @@ def _ahead(facts: Facts) -> str:
     )
 
 
+def _late(facts: Facts) -> str:
+    return (
+        f"until those have started that can be in time: its first token was due "
+        f"{_seconds(facts['late_s'])} ago, and {_seconds(facts['wait_s'])} after that it is put "
+        "off no longer (steps.late_wait_s)."
+    )
+
+
 def _gather(facts: Facts, setting: str = "steps.gather") -> str:
     return (
         f"for others to start with it in one prefill step: there is room for "
@@ -189,6 +197,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "slot": _slot,
     "prefix": _prefix,
     "ahead": _ahead,
+    "late": _late,
     "gather": _gather,
     "queue": partial(_gather, setting="steps.gather_online"),
     "gate": _gate,

@@ -157,13 +157,22 @@ def _waiting(scheduler: EchoScheduler, req: Any) -> dict[str, Any]:
         now_s = scheduler.echo_clock.now_s
         facts = {"gave_place_for_s": now_s - since_s, "due_in_s": queued(req).due_s - now_s}
         return {"position": position, "held_back": _facts(Refusal(Reason.AHEAD, req.rid, facts))}
-    refusal = _refusal(scheduler)
+    refusal = _put_off(scheduler, req) or _refusal(scheduler)
     if refusal is not None and refusal.rid is None and refusal.reason in _OF_OFFLINE:
         refusal = None
     return {
         "position": position,
         "held_back": held_back(req.rid, refusal, num_before=num_before),
     }
+
+
+def _put_off(scheduler: EchoScheduler, req: Any) -> Refusal | None:
+    """That it is late and lets those go first who can be in time."""
+    planner, first = scheduler.step_control.planner, scheduler.waiting_queue[0]
+    if _paused(scheduler) or planner.goes_last(queued(first)) or not planner.goes_last(queued(req)):
+        return None
+    late_s = scheduler.echo_clock.now_s - queued(req).due_s
+    return Refusal(Reason.LATE, req.rid, {"late_s": late_s, "wait_s": planner.late_last.wait_s})
 
 
 def _parked(scheduler: EchoScheduler, req: Any) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.engine.admission import is_offline
+from echo_sgl.engine.places import queued
 
 if TYPE_CHECKING:
     from echo_sgl.policies.step_planner import StepPlanner
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 class EchoSchedulePolicy(SchedulePolicy):
     """SGLang's own order for the online requests; offline candidates stay behind them.
+
+    Under promises those whose first tokens are late go behind those that can be in time, unless
+    SGLang's priorities say who is more urgent.
 
     `offered`, `offline_chunk_tokens` and `decodes` (beside the prefills of the step) are set by the
     scheduler before each prefill pass; `planner` says how long a chunk may be.
@@ -33,6 +37,8 @@ class EchoSchedulePolicy(SchedulePolicy):
         offered = set(self.offered)
         online = [req for req in waiting_queue if req not in offered]
         super().calc_priority(online, running_batch, processed_tokens)
+        if self.planner.late_last.wait_s and not self.enable_priority_scheduling:
+            online.sort(key=lambda req: self.planner.goes_last(queued(req)))
         waiting_queue[:] = [*online, *self.offered]
 
     def shortest_prefill_chunk_limit(

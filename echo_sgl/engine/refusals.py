@@ -28,6 +28,8 @@ class Reason(StrEnum):
     """A neighbour computes its prefix right now; one step later it is a hit."""
     AHEAD = "ahead"
     """It has time: it was ahead of its due time, and another request would have been late."""
+    LATE = "late"
+    """Its first token is late, and others that wait can be in time."""
     GATHER = "gather"
     """It starts with others in one prefill step, once more have left."""
     QUEUE = "queue"

@@ -139,19 +139,18 @@ class StepControl(DecodeControl):
         now_s, decodes = self._now_s, self._running.online
         if chunked is not None and not terms_of(chunked, now_s).is_offline:
             self.online_tokens += chunked.seqlen
-        due_s, num_waiting, waiting_tokens = math.inf, 0, 0
+        queue, waiting_tokens = [], 0
         for req in (*waiting, chunked) if chunked is not None else waiting:
             terms = terms_of(req, now_s)
             if not terms.is_offline:
-                due_s = min(due_s, terms.due_s(len(req.output_ids)))
-                num_waiting += 1
+                queue.append(queued(req))
                 waiting_tokens += new_tokens(req, terms)
         self.planner.begin(
             now_s,
             decodes,
             decode_due_s=self._running.decode_due_s,
-            first_due_s=due_s,
-            num_waiting=num_waiting,
+            first_due_s=self.planner.late_last.first_due_s(queue, now_s),
+            num_waiting=len(queue),
             waiting_tokens=waiting_tokens,
             endings=self._running.endings,
         )
@@ -319,7 +318,7 @@ class StepControl(DecodeControl):
         Who left is to wait in the queue again. None when nobody leaves.
         """
         able = placed(req for req in batch.reqs if finds_its_kv(req))
-        rid = self.planner.gives_way(queued(waiting).due_s, able)
+        rid = self.planner.gives_way(queued(waiting), able)
         if rid is None:
             return None
         leaving = next(req for req in batch.reqs if req.rid == rid)

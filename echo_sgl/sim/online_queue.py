@@ -6,6 +6,7 @@ import math
 from collections import deque
 from itertools import islice
 
+from echo_sgl.policies.late_last import LateLast
 from echo_sgl.policies.places import Placed, Places, Queued
 from echo_sgl.policies.step_limit import Promise
 from echo_sgl.sim.workload import SimRequest
@@ -14,20 +15,34 @@ MAX_SUMMED = 64
 
 
 class OnlineQueue(deque[SimRequest]):
-    """SGLang's queue, first come first served, and those that gave a place away by due time.
+    """SGLang's queue, first come first served, those that gave a place away by due time, and the
+    late ones last.
 
     Units: seconds on the simulation's clock, tokens.
     """
 
-    def __init__(self, promise: Promise, places: Places) -> None:
+    def __init__(self, promise: Promise, places: Places, late_last: LateLast) -> None:
         super().__init__()
-        self._promise, self._places = promise, places
+        self._promise, self._places, self._late_last = promise, places, late_last
 
     def add(self, request: SimRequest) -> None:
         """A request waits, behind all that are to be before it."""
-        queued = map(self._queued, reversed(self))
-        num_behind = self._places.num_behind(queued, self._queued(request))
+        queued = map(self.queued, reversed(self))
+        num_behind = self._places.num_behind(queued, self.queued(request))
         self.insert(len(self) - num_behind, request)
+
+    def put_off_late(self, now_s: float) -> None:
+        """Those that can still be in time go before those that are late.
+
+        Who came first is late first: nothing is to be done while the first one is not.
+        """
+        if self and self._is_put_off(self[0], now_s):
+            ordered = sorted(self, key=lambda one: self._is_put_off(one, now_s))
+            self.clear()
+            self.extend(ordered)
+
+    def _is_put_off(self, request: SimRequest, now_s: float) -> bool:
+        return self._late_last.is_put_off(self.queued(request), now_s)
 
     @property
     def first_due_s(self) -> float:
@@ -51,5 +66,6 @@ class OnlineQueue(deque[SimRequest]):
         """A request that decodes, as the rule over places knows it."""
         return Placed(request.rid, self.due_s(request), self._promise.tpot_s)
 
-    def _queued(self, request: SimRequest) -> Queued:
+    def queued(self, request: SimRequest) -> Queued:
+        """The same of one that waits."""
         return Queued(self.due_s(request), request.num_outputs > 0)

@@ -98,7 +98,7 @@ class SimScheduler(SimDecodeControl):
         self.offline = DecodeGroup(page)
         self.parked: dict[str, SimRequest] = {}
         self.without_turn: list[SimRequest] = []
-        self.waiting = OnlineQueue(self.promise, self.planner.places)
+        self.waiting = OnlineQueue(self.promise, self.planner.places, self.planner.late_last)
         self.chunked: SimRequest | None = None
         self.done: list[SimRequest] = []
         self.launched: list[SimRequest] = []
@@ -180,6 +180,7 @@ class SimScheduler(SimDecodeControl):
             self._observe_use(now_s, self.online.seq_tokens)
             return
         self.pool.advance(now_s, self._offline_running)
+        self.waiting.put_off_late(now_s)
         chunked = self.chunked if self.chunked and not self.chunked.is_offline else None
         online_tokens = self.online.seq_tokens + (chunked.seq_tokens if chunked else 0)
         chunk_due_s = self.waiting.due_s(chunked) if chunked else math.inf
@@ -301,7 +302,7 @@ class SimScheduler(SimDecodeControl):
         """Whether an online decode left its place to an online request that waits."""
         queue, online = self.waiting, self.online
         rid = self.planner.gives_way(
-            queue.due_s(waiting), map(queue.placed, self._sitting_out(online))
+            queue.queued(waiting), map(queue.placed, self._sitting_out(online))
         )
         if rid is None:
             return False

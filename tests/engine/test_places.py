@@ -122,6 +122,38 @@ def test_ranks_let_the_same_places_change_hands(server_for, write_config, stock_
         assert decisions(0) == decisions(1)
 
 
+def test_who_is_late_lets_others_go_first_and_says_so(server_for, write_config, stock_texts):
+    """Nobody that decodes is ahead, so both wait until one of them has ended."""
+    steps = {**CONFIG["steps"], "late_wait_s": 600.0}
+    config = write_config(**{**CONFIG, "steps": steps})
+    server = server_for(ARGS, config=str(config), env=STRICT)
+    busy = {"custom_params": {"tpot_s": 0.0001}}
+    long = [completion(f"busy {at}", 1500, rid=f"busy-{at}", **busy) for at in range(PLACES)]
+    late, patient = (completion(f"a {name} question", 8, rid=name) for name in ("late", "patient"))
+    patient_for = {"custom_params": {"ttft_s": 600.0}}
+
+    async def run() -> tuple[list[str], list[httpx.Response]]:
+        others = asyncio.create_task(send_all(server, long))
+        await until(lambda: others.done() or num_running(server) == PLACES, "all places are taken")
+        first = asyncio.create_task(send_all(server, [late]))
+        await until(lambda: reason(server, "late") is not None, "it waits")
+        second = asyncio.create_task(send_all(server, [patient | patient_for]))
+        # Before, it is told what all wait for.
+        await until(lambda: reason(server, "late") == "late", "it is put off")
+        ended: list[str] = []
+        first.add_done_callback(lambda _: ended.append("late"))
+        second.add_done_callback(lambda _: ended.append("patient"))
+        post(server, "/abort_request", {"rid": "busy-0"})
+        answers = [*await first, *await second]
+        post(server, "/abort_request", {"rid": "busy-"})
+        await others
+        return ended, answers
+
+    ended, answers = asyncio.run(run())
+    assert ended == ["patient", "late"]
+    assert texts(answers) == stock_texts([late, patient])
+
+
 def test_who_gave_its_place_says_so_and_is_aborted_there(server):
     num = PLACES + 2
     seen: list[dict[str, Any]] = []

@@ -75,9 +75,18 @@ def test_a_place_changes_hands_only_when_a_first_token_would_be_late():
     plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), ahead_tokens=2.0)
     begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.9, waiting=1)
     ahead = [Placed("ahead", NOW_S + 5.0, 1.0)]
-    assert plan.gives_way(NOW_S + 0.9, ahead) is None
+    assert plan.gives_way(Queued(NOW_S + 0.9, has_started=False), ahead) is None
     begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.4, waiting=1)
-    assert plan.gives_way(NOW_S + 0.4, ahead) == "ahead"
+    assert plan.gives_way(Queued(NOW_S + 0.4, has_started=False), ahead) == "ahead"
+
+
+def test_no_place_changes_hands_for_a_first_token_that_is_late_in_any_case():
+    plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), ahead_tokens=2.0, late_wait_s=3.0)
+    begin(plan, decodes=2, due_in_s=9.0, first_due_in_s=-0.1, waiting=1)
+    ahead = [Placed("ahead", NOW_S + 9.0, 1.0)]
+    assert plan.gives_way(Queued(NOW_S - 0.1, has_started=False), ahead) is None
+    assert plan.gives_way(Queued(NOW_S - 0.1, has_started=True), ahead) == "ahead"
+    assert plan.gives_way(Queued(NOW_S - 3.1, has_started=False), ahead) == "ahead"
 
 
 @pytest.mark.parametrize("steps", [{"ttft_margin": 0.0}, {"limit": "budget"}, {"ahead_tokens": 0}])
@@ -85,4 +94,5 @@ def test_presets_without_it_do_not_even_look(steps):
     slo = SloConfig(ttft_s=1.0, tpot_s=1.0)
     plan = planner(slo=slo, **{"ahead_tokens": 2.0, **steps})
     begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.0, waiting=1)
-    assert plan.gives_way(NOW_S, (pytest.fail("looked") for _ in range(1))) is None
+    waiting = Queued(NOW_S, has_started=False)
+    assert plan.gives_way(waiting, (pytest.fail("looked") for _ in range(1))) is None

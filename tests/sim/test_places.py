@@ -44,3 +44,16 @@ def test_a_line_that_the_reserve_could_not_let_in_alone_holds_nobody_up() -> Non
     config = server({"offline": {"order": "fcfs"}, "reserve": reserve}, kv_tokens=20_000)
     results = simulate(config, online_trace(1, rate_rps=1.0), job, until_s=60.0)
     assert results.offline_done == 39
+
+
+def test_a_short_overload_makes_few_late_and_nobody_is_forgotten() -> None:
+    """Five requests come a second where four places serve four: whoever is late lets others go."""
+
+    def overloaded(seed: int, late_wait_s: float) -> SimResults:
+        config = server({**SLO, "steps": {"late_wait_s": late_wait_s}}, max_running_requests=4)
+        return simulate(config, online_trace(NUM_ONLINE, rate_rps=6.0, seed=seed))
+
+    late_last, in_turn = ([overloaded(seed, wait_s) for seed in range(4)] for wait_s in (30.0, 0.0))
+    assert all(one.online_done == NUM_ONLINE for one in (*late_last, *in_turn))
+    kept, kept_in_turn = (sum(one.online_kept for one in runs) for runs in (late_last, in_turn))
+    assert kept > 1.1 * kept_in_turn
