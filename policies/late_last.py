@@ -34,6 +34,8 @@ class LateLast:
 
         Where all are put off, of those.
         """
+        if not self.wait_s:
+            return min((one.due_s for one in queue), default=math.inf)
         due_s = late_s = math.inf
         for one in queue:
             if self.is_put_off(one, now_s):

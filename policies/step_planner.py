@@ -358,6 +358,10 @@ class StepPlanner(DecodePlanner):
             return None
         return self.places.gives_way(decodes, due_s=due_s, now_s=now_s)
 
+    def keep_turns(self) -> None:
+        """Put nobody off who is late: priorities of the server's own say who is more urgent."""
+        self.late_last = LateLast(0.0)
+
     def goes_last(self, waiting: Queued) -> bool:
         """Whether an online request lets others that wait go first, see `LateLast`."""
         return self.late_last.is_put_off(waiting, self.view.now_s)

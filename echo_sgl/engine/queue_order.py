@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 class EchoSchedulePolicy(SchedulePolicy):
     """SGLang's own order for the online requests; offline candidates stay behind them.
 
-    Under promises those whose first tokens are late go behind those that can be in time, unless
-    SGLang's priorities say who is more urgent.
+    Those whose first tokens are late go behind those that can be in time, if the planner says so.
 
     `offered`, `offline_chunk_tokens` and `decodes` (beside the prefills of the step) are set by the
     scheduler before each prefill pass; `planner` says how long a chunk may be.
@@ -37,7 +36,7 @@ class EchoSchedulePolicy(SchedulePolicy):
         offered = set(self.offered)
         online = [req for req in waiting_queue if req not in offered]
         super().calc_priority(online, running_batch, processed_tokens)
-        if self.planner.late_last.wait_s and not self.enable_priority_scheduling:
+        if self.planner.late_last.wait_s:
             online.sort(key=lambda req: self.planner.goes_last(queued(req)))
         waiting_queue[:] = [*online, *self.offered]
 

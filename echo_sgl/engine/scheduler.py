@@ -19,10 +19,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_observability, get_parallel
 
-from echo_sgl.engine.admission import (
-    EchoPrefillAdder,
-    is_offline,
-)
+from echo_sgl.engine.admission import EchoPrefillAdder, is_offline
 from echo_sgl.engine.clock import Measured, StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
@@ -121,6 +118,8 @@ class EchoScheduler(Offers):
             self.schedule_low_priority_values_first,
         )
         self.policy.planner = self.step_control.planner
+        if self.enable_priority_scheduling:
+            self.step_control.planner.keep_turns()
         self.yields_to_priorities = self.enable_priority_preemption
         # Else somebody of higher priority could wait for one of lower, or its KV would be lost.
         keeps_kv = not (self.tree_cache.disable or self.tree_cache.supports_mamba())

@@ -47,7 +47,7 @@ def test_a_line_that_the_reserve_could_not_let_in_alone_holds_nobody_up() -> Non
 
 
 def test_a_short_overload_makes_few_late_and_nobody_is_forgotten() -> None:
-    """Five requests come a second where four places serve four: whoever is late lets others go."""
+    """Six requests come a second where four places serve five: whoever is late lets others go."""
 
     def overloaded(seed: int, late_wait_s: float) -> SimResults:
         config = server({**SLO, "steps": {"late_wait_s": late_wait_s}}, max_running_requests=4)
