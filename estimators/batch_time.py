@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from echo_sgl.batch_shape import BatchShape, Step
+from echo_sgl.batch_shape import BatchShape, Step, StepKind
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.linear_time import BrosBatchTime, LinearBatchTime
 from echo_sgl.estimators.pooled_time import PooledBatchTime
@@ -28,13 +28,19 @@ class StepPredictor(Protocol):
 
 
 class StepEstimator(StepPredictor, Protocol):
-    """What a scheduler asks: seconds a step takes, and at most takes."""
+    """What a scheduler asks: seconds a step takes, and at most takes.
+
+    `spread`: how many times as long as expected one of that kind takes at most, 1 while that is
+    not known.
+    """
 
     @property
     def is_ready(self) -> bool: ...
 
     @property
     def upper(self) -> StepPredictor: ...
+
+    def spread(self, kind: StepKind) -> float: ...
 
 
 def create_batch_time(

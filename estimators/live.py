@@ -127,6 +127,15 @@ class LiveBatchTime:
         model_s, kind = self._model_s(step), step.kind
         return self._usual_s(model_s, kind), self._most_s(model_s, kind)
 
+    def spread(self, kind: StepKind) -> float:
+        """How many times as long as expected a step of this kind takes at most.
+
+        1 while too few of them were seen: their bound is no evidence.
+        """
+        if self._band.evidence(kind, self._advanced_s) is Evidence.MISSING:
+            return 1.0
+        return self._most_s(1.0, kind) / self._usual_s(1.0, kind)
+
     def observe(self, step: Step, time_s: float, now_s: float) -> None:
         """Learn from a step that took `time_s` and ended at `now_s`, see `learn`."""
         row = step.row() if isinstance(step, BatchShape) else step

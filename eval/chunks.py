@@ -70,7 +70,7 @@ SETTINGS: dict[str, Sections] = {
     "and up to 90 % of the KV kept for online peaks": {"reserve": {"max_share": 0.9}},
     **{
         f"who arrives waits for {share:.0%} of what there is": {"steps": {"stall_share": share}}
-        for share in (0.35, 1.0)
+        for share in (0.2, 1.0)
     },
 }
 

@@ -34,6 +34,11 @@ class ArrivalWait:
     chunks, whose fixed costs weigh less; while many come, little. An eighth of the TTFT at least,
     since a job must go on where prompts take all of it; `most_s` at most.
 
+    All of these are expected times. Whoever decodes is stopped by every such step, and its slack is
+    for what they take at most; but few of them see anybody arrive, and those that do seldom as they
+    begin. And bounds say what differed lately: after a slow moment they are far above what
+    steps take, for as long as it counts.
+
     Source: ours. Units: seconds on the caller's clock, tokens. Deterministic: every rank sees the
     same requests. `ttft_s` 0: nothing is promised, and the wait is `most_s`.
     """
@@ -60,9 +65,10 @@ class ArrivalWait:
         self._prefill_s = UNSEEN_SHARE * self._ttft_s, 0.0
 
     def longest_s(self, now_s: float, alone_s: float, predictor: StepPredictor | None) -> float:
-        """What a step with offline work in it may take; `predictor` None: nothing is known yet.
+        """What a step with offline work in it may be expected to take, beside online decodes.
 
-        `alone_s`: what a step takes that decodes the online requests at hand.
+        `alone_s`: what a step is expected to take that decodes the online requests at hand.
+        `predictor`: of expected times; None while nothing is known.
         """
         if not self._ttft_s:
             return self._most_s

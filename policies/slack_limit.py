@@ -86,7 +86,7 @@ class SlackLimit(StepLimit):
 
     def prefill_room_s(self, view: OnlineView, limit_s: float) -> float:
         usable_s = min(self._slack_s(view) - self._use.reserve_s, view.first_due_s - view.now_s)
-        bounded_s = min(usable_s, view.alone_s + self.stall_s)
+        bounded_s = min(usable_s, view.alone_s + self.prefill_stall_s)
         return max(limit_s, self._near_full(view, bounded_s)) - view.alone_s
 
     def _near_full(self, view: OnlineView, limit_s: float) -> float:

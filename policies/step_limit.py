@@ -109,8 +109,9 @@ class OnlinePart(NamedTuple):
 class StepLimit(ABC):
     """Seconds that a step may take; the common part bounds what an arriving request waits.
 
-    `stall_s`: the longest that offline work may lengthen a step, whatever else allows. It may
-    change from step to step, see `ArrivalWait`.
+    `stall_s`: the longest that offline work may lengthen a step, whatever else allows, and
+    `prefill_stall_s` the same of a step that only prefills. They may change from step to step, see
+    `ArrivalWait`.
     `cuts_online_chunks`: online prefills are cut to what online decodes leave them.
     `holds_for_each_step`: two prefills in a row would keep online decodes for twice as long as
     they are to wait for a token. `keeps_room`: time that a step leaves is there for the next.
@@ -121,7 +122,7 @@ class StepLimit(ABC):
     keeps_room = False
 
     def __init__(self, stall_s: float) -> None:
-        self.stall_s = stall_s
+        self.stall_s = self.prefill_stall_s = stall_s
 
     def limit_s(self, view: OnlineView) -> float:
         """What a step that decodes the online requests may take in all; may be negative."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from echo_sgl.batch_shape import BatchShape
+from echo_sgl.batch_shape import BatchShape, StepKind
 from echo_sgl.config import EchoConfig
 from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
 from echo_sgl.policies.arrival_wait import ArrivalWait
@@ -138,13 +138,25 @@ class StepPlanner(DecodePlanner):
             places_taken=taken,
             places_ahead=self._trend.ahead(now_s, taken),
         )
-        predictor = self.estimator.upper if self._is_known else None
-        self.limit.stall_s = self.arrival_wait.longest_s(now_s, alone_s, predictor)
+        self._bound_stalls(now_s, alone_s)
         self.limit_s = self.limit.limit_s(self.view)
         self.prefill_room_s = self.limit.prefill_room_s(self.view, self.limit_s)
         self._decode_limit = self.limit.decode_limit_s(self.view, self.limit_s)
         if is_present:
             self._batch_size.observe(exceeded=alone_s > self.limit_s)
+
+    def _bound_stalls(self, now_s: float, alone_s: float) -> None:
+        """What who arrives may wait, an expected time, as what such a step takes at most.
+
+        Held against bounds itself, it would stop offline work after a slow moment, whose steps leave
+        bounds far above what is expected, for as long as those count.
+        """
+        spread, most_s = self.estimator.spread, self._config.max_stall_s
+        estimator = self.estimator if self._is_known else None
+        decode = spread(StepKind.DECODE)
+        wait_s = self.arrival_wait.longest_s(now_s, alone_s / decode, estimator)
+        self.limit.stall_s = min(most_s, wait_s * max(decode, spread(StepKind.MIXED)))
+        self.limit.prefill_stall_s = min(most_s, wait_s * spread(StepKind.PREFILL))
 
     def holds(
         self, now_s: float, decodes: BatchShape, *, decode_due_s: float, num_offline: int
@@ -235,7 +247,7 @@ class StepPlanner(DecodePlanner):
         return self.limit.keeps_room and self.chunk_wait.waits(
             room_s,
             self.estimator.upper,
-            stall_s=self.limit.stall_s,
+            stall_s=self.limit.prefill_stall_s,
             cached_tokens=cached_tokens,
             left_tokens=left_tokens,
         )
@@ -327,7 +339,9 @@ class StepPlanner(DecodePlanner):
             return max_tokens
         smallest = self._config.min_chunk_tokens
         if self._num_waiting > 1 and not shape.num_decodes:
-            worth = self.chunk_wait.tokens(self.estimator.upper, self.limit.stall_s, cached_tokens)
+            worth = self.chunk_wait.tokens(
+                self.estimator.upper, self.limit.prefill_stall_s, cached_tokens
+            )
             smallest = max(smallest, worth - shape.prefill_tokens)
         return max(tokens, _page_aligned(min(max_tokens, smallest), max_tokens, page_size))
 

@@ -103,6 +103,21 @@ def test_refits_follow_a_server_whose_costs_changed(name):
     assert mape(live, other) < 0.03
 
 
+def test_the_spread_is_what_bounds_are_above_what_is_expected():
+    live, row = (
+        LiveBatchTime(true_model("pooled"), stale_s=10.0),
+        BatchRow(0, 0, 0, 0, 8, 4000, 900),
+    )
+    assert live.spread(StepKind.DECODE) == 1.0 < live.upper_s(row) / live.predict_s(row)
+    end_s = play(live, true_model("pooled"), 100, noise=0.2, kinds=(StepKind.DECODE,))
+    live.advance(end_s)
+    fresh = live.spread(StepKind.DECODE)
+    assert 1.1 < fresh == pytest.approx(live.upper_s(row) / live.predict_s(row))
+    assert live.spread(StepKind.PREFILL) == 1.0, "nothing is known of these"
+    live.advance(end_s + 60.0)
+    assert live.spread(StepKind.DECODE) == pytest.approx(live.STALE_FACTOR * fresh)
+
+
 def test_a_step_that_was_asked_about_is_asked_anew_after_a_refit():
     live = LiveBatchTime(true_model("pooled"), refit_steps=50)
     row = BatchRow(0, 0, 0, 0, 8, 4000, 900)

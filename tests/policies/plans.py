@@ -33,6 +33,9 @@ class Clockwork:
     def upper(self):
         return self
 
+    def spread(self, kind):
+        return 1.0
+
     def predict_s(self, step):
         return 0.001 * step.prefill_tokens + 0.010 * step.num_decodes
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo_sgl.batch_shape import BatchShape, StepKind
 from echo_sgl.config import SloConfig
 from echo_sgl.policies.arrival_wait import (
     LEAST_SHARE,
@@ -126,3 +127,56 @@ def test_a_planner_gives_a_step_as_much_as_who_arrives_may_wait():
     assert begin(plan, now_s=1000.0).limit_s == pytest.approx(0.4)
     begin(plan, decodes=10, due_in_s=90.0, now_s=1000.0)
     assert plan.limit_s == pytest.approx(0.1 + 0.5 * 0.7), "beside decodes that take 0.1 s"
+
+
+SPREADS = {StepKind.PREFILL: 4.0, StepKind.DECODE: 2.0, StepKind.MIXED: 1.0}
+
+
+class Uneven(Clockwork):
+    """Steps may take several times as long as expected, those that prefill longer than decodes."""
+
+    def spread(self, kind):
+        return SPREADS[kind]
+
+    @property
+    def upper(self):
+        return Upper()
+
+
+class Upper(Clockwork):
+    def predict_s(self, step):
+        return SPREADS[step.kind] * super().predict_s(step)
+
+
+def test_a_step_that_is_expected_to_take_no_longer_may_take_as_long_as_such_steps_do():
+    slo = SloConfig(ttft_s=1.0, tpot_s=100.0)
+    plan = planner(Uneven(), slo=slo, stall_share=0.5)
+    plan.note_online_start(0.0, 200)
+    begin(plan, decodes=10, due_in_s=900.0, now_s=1000.0)
+    wait_s = 0.5 * (1.0 - 0.2 - 0.1)
+    assert plan.limit_s == pytest.approx(2.0 * (0.1 + wait_s)), "at most, decodes expected in 0.1 s"
+    assert plan.prefill_room_s == pytest.approx(4.0 * wait_s)
+    assert offline_chunk(plan) == pytest.approx(1000 * wait_s, abs=1.5), "1 ms a token, as expected"
+
+
+def test_the_longest_stall_is_what_a_step_takes_at_most():
+    slo = SloConfig(ttft_s=1.0, tpot_s=100.0)
+    plan = planner(Uneven(), slo=slo, stall_share=0.5, max_stall_s=0.4)
+    plan.note_online_start(0.0, 200)
+    begin(plan, decodes=10, due_in_s=900.0, now_s=1000.0)
+    assert plan.limit_s == pytest.approx(0.2 + 0.4)
+    assert plan.prefill_room_s == pytest.approx(0.4)
+
+
+def test_steps_that_do_both_may_take_as_long_as_such_steps_do(monkeypatch):
+    monkeypatch.setitem(SPREADS, StepKind.MIXED, 3.0)
+    plan = planner(Uneven(), slo=SloConfig(ttft_s=1.0, tpot_s=100.0), stall_share=0.5)
+    plan.note_online_start(0.0, 200)
+    begin(plan, decodes=10, due_in_s=900.0, now_s=1000.0)
+    assert plan.limit_s == pytest.approx(0.2 + 3.0 * 0.5 * 0.7)
+
+
+def offline_chunk(plan) -> int:
+    return plan.offline_chunk_tokens(
+        BatchShape(), cached_tokens=0, max_tokens=CHUNK_TOKENS, page_size=1
+    )
