@@ -118,10 +118,10 @@ class StepsConfig:
     named and "relative" otherwise; "off" limits nothing.
 
     A request that arrives waits for the step that runs: no step with offline work is longer
-    than `max_stall_s`, or than `stall_share` of what its own prefill, and of others that come
-    meanwhile, leave of the TTFT that is promised, see `policies/arrival_wait.py`. With "slack", no
-    offline request decodes while an online one waits whose first token would come later than
-    `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
+    than `max_stall_s`, or expected to be longer than `stall_share` of what its own prefill, and of
+    others that come meanwhile, leave of the TTFT that is promised, see `policies/arrival_wait.py`.
+    With "slack", no offline request decodes while an online one waits whose first token would come
+    later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
     And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
     online decodes are ahead when an online prefill stops them; a step that only prefills may take
     all that is more than `reserve_tokens` TPOTs of it. A first token that would be late may make

@@ -148,8 +148,8 @@ class StepPlanner(DecodePlanner):
     def _bound_stalls(self, now_s: float, alone_s: float) -> None:
         """What who arrives may wait, an expected time, as what such a step takes at most.
 
-        Held against bounds itself, it would stop offline work after a slow moment, whose steps leave
-        bounds far above what is expected, for as long as those count.
+        Bounds held against it would stop offline work after a slow moment, whose steps leave them
+        far above what is expected, for as long as those count.
         """
         spread, most_s = self.estimator.spread, self._config.max_stall_s
         estimator = self.estimator if self._is_known else None
