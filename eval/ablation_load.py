@@ -24,8 +24,10 @@ from eval.workloads.jobs import (
 from eval.workloads.patterns import (
     arrivals_until,
     burst_segments,
+    gamma_arrivals,
     lognormal_lengths,
     phase_segments,
+    poisson_arrivals,
 )
 from eval.workloads.prompts import SyntheticText, Tokenizer
 from eval.workloads.traces import (
@@ -42,6 +44,12 @@ LLM_D_PROMPT_TOKENS, LLM_D_ANSWER_TOKENS, LLM_D_SIGMA = 512, 128, 0.8
 # Three jobs: share of the lines, and completion window as a share of the time they run. What
 # online leaves is enough for the first two by a wide margin if they go first, not if all mix.
 LLM_D_JOBS = ((0.15, 0.6), (0.15, 1.0), (0.70, 10.0))
+LONG_ANSWERS = "long-answers"
+# Questions to a model that thinks before it answers: means, sigmas of the logarithms, the longest.
+QUESTION_TOKENS, QUESTION_SIGMA, LONGEST_QUESTION = 300, 0.7, 4000
+LONG_ANSWER_TOKENS, LONG_ANSWER_SIGMA, LONGEST_ANSWER = 900, 0.9, 3000
+# Of the gaps between arrivals, see `gamma_arrivals`; and lengths are drawn for so many requests.
+CLUMPS, NUM_LONG_ANSWERS = 1.5, 10_000
 # Own texts for each use: no two uses share an index.
 CALIBRATION_INDEX, JOB_INDEX = 1_000_000, 2_000_000
 
@@ -97,6 +105,15 @@ def _arrivals(options: AblationOptions, rate_rps: float) -> list[Arrival]:
         )
         cut = slice_trace(trace, start_s=start_s, duration_s=duration_s, time_scale=scale)
         return _scaled(options, cut)
+    times_s = arrivals_until(_times_s(options, rate_rps), duration_s=duration_s)
+    return [Arrival(at_s, *one) for at_s, one in zip(times_s, _lengths(options), strict=False)]
+
+
+def _times_s(options: AblationOptions, rate_rps: float) -> Iterator[float]:
+    """When the online requests of a workload by rule come, without end."""
+    rng = random.Random(options.seed)
+    if options.workload == LONG_ANSWERS:
+        return gamma_arrivals(rate_rps, CLUMPS, rng)
     if options.workload == LLM_D:
         segments = phase_segments(rate_rps, ratio=options.phase_ratio, phase_s=options.phase_s)
     else:
@@ -106,14 +123,15 @@ def _arrivals(options: AblationOptions, rate_rps: float) -> list[Arrival]:
             burst_s=options.burst_s,
             every_s=options.burst_every_s,
         )
-    times_s = arrivals_until(segments, duration_s=duration_s, seed=options.seed)
-    return [Arrival(at_s, *one) for at_s, one in zip(times_s, _lengths(options), strict=False)]
+    return poisson_arrivals(segments, rng)
 
 
 def _lengths(options: AblationOptions) -> Iterator[Lengths]:
     """The lengths of the workload's online requests, without end."""
     if options.workload == LLM_D:
         return _llm_d_lengths(options, options.seed)
+    if options.workload == LONG_ANSWERS:
+        return _long_answer_lengths(options)
     trace = _scaled(options, read_trace(find_data(options.trace)))
     return cycle((one.prompt_tokens, one.output_tokens) for one in trace)
 
@@ -133,6 +151,25 @@ def _llm_d_lengths(options: AblationOptions, seed: int) -> Iterator[Lengths]:
         answer, sigma=LLM_D_SIGMA, count=options.job_lines, max_tokens=8 * answer, seed=seed
     )
     return cycle((prompt, tokens) for tokens in drawn)
+
+
+def _long_answer_lengths(options: AblationOptions) -> Iterator[Lengths]:
+    scale, most = options.length_scale, options.max_prompt_tokens or LONGEST_QUESTION
+    prompts, answers = (
+        lognormal_lengths(
+            mean * scale, sigma=sigma, count=NUM_LONG_ANSWERS, max_tokens=longest, seed=seed
+        )
+        for mean, sigma, longest, seed in (
+            (QUESTION_TOKENS, QUESTION_SIGMA, most, options.seed),
+            (
+                LONG_ANSWER_TOKENS,
+                LONG_ANSWER_SIGMA,
+                round(LONGEST_ANSWER * scale),
+                options.seed + 1,
+            ),
+        )
+    )
+    return cycle(zip(prompts, answers, strict=True))
 
 
 def _job(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: float) -> list[BatchLine]:

@@ -30,6 +30,9 @@ class Workload:
 WORKLOADS = {
     "azure-qmsum": Workload("Azure conversation trace beside QMSum", "qmsum_val"),
     "bursts-loogle": Workload("steady rate with bursts beside LooGLE", "loogle_shortdep_qa", 8),
+    "long-answers": Workload(
+        "short prompts, long answers, in clumps, beside LooGLE", "loogle_shortdep_qa", 8
+    ),
     "llm-d": Workload("high and low phases beside three jobs of different windows"),
 }
 
@@ -65,7 +68,9 @@ class AblationOptions:
     trace: str = option("azure_conv_2023.csv.gz", "file of arrivals and lengths, path or name")
     job: str = option("", "'stdlib', a file of OpenAI batch lines, or a text set; default: its own")
     trace_start_s: float = option(0.0, "azure: where in the trace to start, in its own time", 0)
-    length_scale: float = option(0.25, "factor on the lengths of the trace and of llm-d", 0.001)
+    length_scale: float = option(
+        0.25, "factor on the lengths of the trace, of llm-d and of long-answers", 0.001
+    )
     max_prompt_tokens: int = option(1000, "longer online prompts are cut to this; 0: none is", 0)
     burst_factor: float = option(4.0, "bursts: how much faster requests come in them", 1)
     burst_s: float = option(10.0, "bursts: their length", 0.1)

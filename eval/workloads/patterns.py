@@ -23,12 +23,21 @@ def poisson_arrivals(segments: Iterable[Segment], rng: random.Random) -> Iterato
         start_s += length_s
 
 
-def arrivals_until(segments: Iterable[Segment], *, duration_s: float, seed: int) -> list[float]:
-    """The arrival times of the first `duration_s` seconds, which may be endless segments.
+def gamma_arrivals(rate_rps: float, variation: float, rng: random.Random) -> Iterator[float]:
+    """Arrival times (s), without end, whose gaps are gamma distributed.
+
+    `variation`: their standard deviation over their mean; 1 is Poisson, more comes in clumps.
+    """
+    shape = 1.0 / variation**2
+    gaps_s = (rng.gammavariate(shape, 1.0 / (rate_rps * shape)) for _ in itertools.count())
+    return itertools.accumulate(gaps_s)
+
+
+def arrivals_until(arrivals: Iterable[float], *, duration_s: float) -> list[float]:
+    """The arrival times of the first `duration_s` seconds.
 
     Errors: `WorkloadError` when none falls into them.
     """
-    arrivals = poisson_arrivals(segments, random.Random(seed))
     times_s = list(itertools.takewhile(lambda at_s: at_s < duration_s, arrivals))
     if not times_s:
         raise WorkloadError(

@@ -130,17 +130,30 @@ def test_the_order_of_arms_alternates() -> None:
     assert orders == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
 
 
-@pytest.mark.parametrize("workload", ["azure-qmsum", "bursts-loogle", "llm-d"])
+@pytest.mark.parametrize("workload", ["azure-qmsum", "bursts-loogle", "long-answers", "llm-d"])
 def test_online_requests_come_at_the_asked_share_of_the_saturation(
     workload: str, trace: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eval.ablation_load._job", lambda *_: [])
     options = AblationOptions(workload=workload, trace=trace, online_load=0.5, duration_s=40)
     mix = build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=8.0)
-    assert 120 <= len(mix.arrivals) <= 205  # 160 expected, Poisson
+    assert 120 <= len(mix.arrivals) <= 205  # 160 expected, Poisson or in clumps
     assert all(0 <= one.at_s < 40 for one in mix.arrivals)
     if workload == "llm-d":
         assert {(one.prompt_tokens, one.output_tokens) for one in mix.arrivals} == {(128, 32)}
+
+
+def test_long_answers_are_longer_than_their_prompts(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.ablation_load._job", lambda *_: [])
+    options = AblationOptions(workload="long-answers", online_rps=4.0, duration_s=300)
+    arrivals = build_mix(options, load_tokenizer(str(tiny_model)), 0.0).arrivals
+    prompts, answers = ([getattr(one, name) for one in arrivals]
+                        for name in ("prompt_tokens", "output_tokens"))  # fmt: skip
+    assert sum(prompts) / len(prompts) == pytest.approx(0.25 * 300, rel=0.2)
+    assert sum(answers) / len(answers) == pytest.approx(0.25 * 900, rel=0.2)
+    assert max(answers) <= 0.25 * 3000 and len(set(zip(prompts, answers, strict=True))) > 100
 
 
 def test_a_rate_of_their_own_goes_before_the_share_of_the_saturation(
@@ -184,7 +197,7 @@ def test_llm_d_sends_three_jobs_of_different_windows_at_once(tiny_model: Path) -
     assert in_flight(other, mix) == other
 
 
-@pytest.mark.parametrize("workload", ["azure-qmsum", "bursts-loogle", "llm-d"])
+@pytest.mark.parametrize("workload", ["azure-qmsum", "bursts-loogle", "long-answers", "llm-d"])
 def test_a_job_of_ones_own_stands_in_for_that_of_the_workload(
     workload: str, trace: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from eval.workloads.patterns import (
     Segment,
     arrivals_until,
     burst_segments,
+    gamma_arrivals,
     lognormal_lengths,
     phase_segments,
+    poisson_arrivals,
 )
 
 
@@ -47,11 +50,23 @@ def test_the_mean_rate_is_what_was_asked_for_however_it_is_spread(
     assert mean_rate(first(phases, 2)) == pytest.approx(mean_rps)
 
 
+@pytest.mark.parametrize("variation", [0.5, 1.0, 1.5])
+def test_gamma_arrivals_come_at_their_rate_and_in_clumps_as_asked(variation: float) -> None:
+    def arrivals() -> list[float]:
+        return arrivals_until(gamma_arrivals(4.0, variation, random.Random(1)), duration_s=2000)
+
+    times_s = arrivals()
+    assert times_s == sorted(times_s) == arrivals()
+    assert len(times_s) / 2000 == pytest.approx(4.0, rel=0.06)
+    gaps_s = np.diff(times_s)
+    assert gaps_s.std() / gaps_s.mean() == pytest.approx(variation, rel=0.06)
+
+
 @given(st.integers(0, 1000))
 def test_arrivals_follow_their_rate_in_order_and_by_seed(seed: int) -> None:
     def arrivals() -> list[float]:
         segments = burst_segments(4, factor=4, burst_s=10, every_s=40)
-        return arrivals_until(segments, duration_s=200, seed=seed)
+        return arrivals_until(poisson_arrivals(segments, random.Random(seed)), duration_s=200)
 
     times_s = arrivals()
     assert times_s == sorted(times_s) == arrivals()
@@ -70,7 +85,7 @@ def test_bursts_without_a_pause_between_them_are_refused(burst_s: float) -> None
 
 def test_a_run_without_any_request_is_refused() -> None:
     with pytest.raises(WorkloadError, match="raise --online-load or --duration-s"):
-        arrivals_until([(1e-9, 10.0)], duration_s=10, seed=0)
+        arrivals_until(poisson_arrivals([(1e-9, 10.0)], random.Random(0)), duration_s=10)
 
 
 def test_lognormal_lengths_keep_their_mean_and_their_limit() -> None:
