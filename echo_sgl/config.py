@@ -159,7 +159,7 @@ class StepsConfig:
     attainment: float = _number(0.99, 0.0, 1.0)
     max_inflation: float = _number(1.1, 1.0, 1000.0)
     max_stall_s: float = _number(0.1, 0.0, 3600.0)
-    stall_share: float = _number(0.7, 0.0, 1.0)
+    stall_share: float = _number(0.5, 0.0, 1.0)
     ttft_margin: float = _number(0.5, 0.0, 1.0)
     slack_pace: float = _number(0.5, 0.0, 1.0)
     slack_share: float = _number(0.1, 0.0, 1.0)

@@ -49,7 +49,7 @@ def test_a_job_is_done_as_soon_where_steps_differ_much_from_each_other(even: Sim
 
 
 def test_a_job_does_not_stand_still_after_a_slow_moment(even: SimResults) -> None:
-    """The moment costs what it lasts, and a little: most of the job is done after it."""
+    """The moment costs about twice what it lasts: most of the job is done after it."""
     recovered = served(noise=0.2, slowness=4.0)
     assert recovered.offline_done == NUM_OFFLINE
-    assert recovered.offline_end_s < even.offline_end_s + 1.5 * SLOW_UNTIL_S
+    assert recovered.offline_end_s < even.offline_end_s + 2.5 * SLOW_UNTIL_S
