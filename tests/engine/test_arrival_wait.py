@@ -15,7 +15,9 @@ pytestmark = pytest.mark.server
 
 # No prefill of the test's model takes a noticeable part of it.
 TTFT_S = 600.0
+# Limits are in what steps take at most; of the median that is about what is expected of them.
 CONFIG = {
+    "estimator": {"quantile": 0.5},
     "slo": {"ttft_s": TTFT_S, "tpot_s": 60.0},
     "steps": {"max_stall_s": 3600.0, "stall_share": 1.0},
 }
@@ -44,8 +46,8 @@ def offline_limits_s(server) -> list[float]:
 def test_offline_steps_are_as_long_as_the_prompts_that_were_seen_allow(server):
     learn(server)
     assert LOCAL.post(f"{server.url}/echo/forget-traffic").is_success
-    assert set(offline_limits_s(server)) == {0.5 * TTFT_S}, "nothing is known of online prompts"
+    assert max(offline_limits_s(server)) < 0.75 * TTFT_S, "nothing is known of online prompts"
     post(server, "/v1/completions", completion("an online question", 8))
-    assert all(0.5 * TTFT_S < limit_s < TTFT_S for limit_s in offline_limits_s(server))
+    assert min(offline_limits_s(server)) > 0.75 * TTFT_S, "but for their prefills, all of it"
     assert LOCAL.post(f"{server.url}/echo/forget-traffic").is_success
-    assert set(offline_limits_s(server)) == {0.5 * TTFT_S}
+    assert max(offline_limits_s(server)) < 0.75 * TTFT_S
