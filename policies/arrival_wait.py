@@ -45,6 +45,7 @@ class ArrivalWait:
 
     def __init__(self, *, ttft_s: float, share: float, most_s: float, chunk_tokens: int) -> None:
         self._ttft_s, self._share, self._most_s = ttft_s, share, most_s
+        self.is_promised = ttft_s > 0.0
         self._chunk_tokens = chunk_tokens
         self._prompts: deque[int] = deque(maxlen=NUM_PROMPTS)
         self._num_uses = 0
@@ -70,7 +71,7 @@ class ArrivalWait:
         `alone_s`: what a step is expected to take that decodes the online requests at hand.
         `predictor`: of expected times; None while nothing is known.
         """
-        if not self._ttft_s:
+        if not self.is_promised:
             return self._most_s
         long_s, mean_s = self._prefills_s(predictor)
         beside = 1.0 + self._rate_at(now_s) * mean_s

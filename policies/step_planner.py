@@ -151,6 +151,8 @@ class StepPlanner(DecodePlanner):
         Bounds held against it would stop offline work after a slow moment, whose steps leave them
         far above what is expected, for as long as those count.
         """
+        if not self.arrival_wait.is_promised:
+            return  # they stay at `max_stall_s`
         spread, most_s = self.estimator.spread, self._config.max_stall_s
         estimator = self.estimator if self._is_known else None
         decode = spread(StepKind.DECODE)
