@@ -132,6 +132,12 @@ class StepLimit(ABC):
         """What a step that only prefills offline work may take: online decodes come after it."""
         return limit_s - view.alone_s
 
+    def most_s(self, view: OnlineView, *, decodes: bool) -> float:
+        """What a step with offline work may take however much slack there is: who arrives waits
+        for no longer. `decodes`: it decodes the online requests at hand as well.
+        """
+        return view.alone_s + self.stall_s if decodes else max(self.stall_s, self.prefill_stall_s)
+
     def decode_limit_s(self, view: OnlineView, limit_s: float) -> float:
         """What a step that decodes both classes may take in all, `limit_s` being its limit."""
         return limit_s
@@ -169,6 +175,9 @@ class NoLimit(StepLimit):
     """Offline work fills what memory and chunk size leave."""
 
     def limit_s(self, view: OnlineView) -> float:
+        return math.inf
+
+    def most_s(self, view: OnlineView, *, decodes: bool) -> float:
         return math.inf
 
     def _limit_s(self, view: OnlineView) -> float:

@@ -44,6 +44,9 @@ class BudgetLimit(StepLimit):
         # The budget is the whole promise here: it may be longer than the stall.
         return self.controller.budget_s if view.is_present else self.stall_s
 
+    def most_s(self, view: OnlineView, *, decodes: bool) -> float:
+        return math.inf  # it is the budget that binds
+
     def chunk_limit_s(self, view: OnlineView) -> float:
         return self.controller.budget_s if math.isfinite(view.decode_due_s) else math.inf
 

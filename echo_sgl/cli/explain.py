@@ -114,10 +114,20 @@ def _limit(facts: Facts) -> str:
         return f"{text}. It has sat out for {_seconds(facts['parked_for_s'])}."
     chunk_s = _seconds(facts["smallest_chunk_s"])
     text += f"; the smallest chunk of it is predicted to take {chunk_s}"
+    if "most_s" in facts:
+        return f"{text}. {_never(facts['most_s'])}"
     if "worth_chunk_s" not in facts:
         return f"{text}."
     worth_s = _seconds(facts["worth_chunk_s"])
     return f"{text}, one that is worth a step {worth_s}: it waits while the room for it grows."
+
+
+def _never(most_s: float) -> str:
+    return (
+        f"Whoever arrives waits for at most {_seconds(most_s)}, so however much time there is, it "
+        "goes on only while no online request is there. A longer TTFT, a larger steps.stall_share "
+        "or max_stall_s, or a smaller min_chunk_tokens lets it go on beside them."
+    )
 
 
 def _memory(facts: Facts) -> str:

@@ -120,6 +120,13 @@ def test_who_waits_for_a_longer_chunk_is_told_which() -> None:
     assert "256 of 512 tokens" in between_chunks and "one that is worth a step" in between_chunks
 
 
+def test_who_never_fits_beside_online_requests_is_told_what_lets_it() -> None:
+    told = said(held_back={**LIMIT, "most_s": 0.0133})
+    assert "predicted to take 14.1 ms. Whoever arrives waits for at most 13.3 ms" in told
+    assert "steps.stall_share" in told and "while no online request is there" in told
+    assert "Whoever arrives" not in said(held_back=LIMIT)
+
+
 def test_a_prediction_that_does_not_exist_yet_is_called_unknown() -> None:
     facts = {**LIMIT, "smallest_chunk_s": None, "slack_s": None}
     assert "predicted to take an unknown time" in said(held_back=facts)

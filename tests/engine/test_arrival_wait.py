@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from eval.server import LOCAL
+from tests.cli.jobs import run_cli
 from tests.engine.tight import learn
-from tests.engine.traffic import FLEX, completion, is_idle, post, wait_until
-from tests.servers import COMMON_ARGS, STRICT
+from tests.engine.traffic import FLEX, completion, is_idle, post, send_all, until, wait_until
+from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 pytestmark = pytest.mark.server
 
@@ -51,3 +54,39 @@ def test_offline_steps_are_as_long_as_the_prompts_that_were_seen_allow(server):
     assert min(offline_limits_s(server)) > 0.75 * TTFT_S, "but for their prefills, all of it"
     assert LOCAL.post(f"{server.url}/echo/forget-traffic").is_success
     assert max(offline_limits_s(server)) < 0.75 * TTFT_S
+
+
+def test_who_never_fits_beside_online_requests_is_told_so_and_starts_without(
+    server_for, write_config
+):
+    steps = {"max_stall_s": 1e-6}
+    config = str(write_config(**{**CONFIG, "steps": steps}))
+    server = server_for((*COMMON_ARGS, *NAMED), config=config, env=STRICT)
+    wait_until(lambda: is_idle(server), "the server is idle")
+    learn(server)
+
+    held: dict[str, Any] = {}
+
+    def told(rid: str) -> dict[str, Any]:
+        answer = LOCAL.get(f"{server.url}/echo/requests/{rid}", timeout=60)
+        return answer.json() if answer.is_success else {}
+
+    def never_fits() -> bool:
+        held.update(told("off").get("held_back") or {})
+        return "most_s" in held
+
+    async def run() -> None:
+        online = asyncio.create_task(send_all(server, [completion("on", 6000, rid="on")]))
+        await until(lambda: told("on").get("state") == "decoding", "it decodes")
+        body = completion("off " * 90, 4, rid="off", **FLEX)
+        offline = asyncio.create_task(send_all(server, [body]))
+        await until(never_fits, "it never fits")
+        assert held["most_s"] < held["smallest_chunk_s"]
+        said = await asyncio.to_thread(run_cli, "explain", "off", "--url", server.url)
+        assert "Whoever arrives waits for at most" in said.stdout
+        await asyncio.to_thread(post, server, "/abort_request", {"rid": "on"})
+        [answer] = await offline
+        assert answer.status_code == 200
+        await online
+
+    asyncio.run(run())

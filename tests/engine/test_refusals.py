@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import parse_config
+from echo_sgl.config import SloConfig, StepsConfig, parse_config
 from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.estimation import create_live_batch_time
@@ -18,6 +18,7 @@ from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.step_timing import StepTimer
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offline_order import FcfsOrder
+from echo_sgl.policies.step_limits import create_step_limit
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
 SERVER = {"device": "some", "model": "some", "transformer": None, "captured_batch_sizes": []}
@@ -97,6 +98,16 @@ def test_who_finds_no_time_is_told_the_limit_and_what_it_would_take(control):
         "room_s": 0.25,
         "smallest_chunk_s": None,  # nothing was measured yet
     }
+
+
+@pytest.mark.parametrize(("chunk_s", "told"), [(0.03, {"most_s": 0.02}), (0.01, {})])
+def test_who_never_fits_is_told_how_long_whoever_arrives_waits(control, chunk_s, told):
+    control.planner.limit = create_step_limit(StepsConfig(limit="slack"), SloConfig())
+    control.planner.limit.stall_s = control.planner.limit.prefill_stall_s = 0.02
+    control.planner.smallest_chunk_s = lambda shape, **chunk: chunk_s
+    control.refuse_for_time("waits", BatchShape(), max_tokens=10)
+    assert {**control.refusal.facts, **told} == dict(control.refusal.facts)
+    assert ("most_s" in control.refusal.facts) is bool(told)
 
 
 def test_only_the_last_refusal_is_kept(control):

@@ -317,6 +317,36 @@ def test_room_for_a_prefill_is_bounded_as_a_step_is():
         assert limit.prefill_room_s(ahead, limit.limit_s(ahead)) == pytest.approx(room_s)
 
 
+@pytest.mark.parametrize("name", ["slack", "relative", "budget", "off"])
+@given(
+    slack_s=st.floats(-1, 100),
+    alone_s=st.floats(0, 2),
+    stall_s=st.floats(0, 1),
+    prefill_stall_s=st.floats(0, 1),
+    is_present=st.booleans(),
+)
+def test_no_step_is_allowed_more_than_the_most_that_is_told(
+    name, slack_s, alone_s, stall_s, prefill_stall_s, is_present
+):
+    slo = SloConfig(ttft_s=2.0, tpot_s=0.1)
+    limit = create_step_limit(StepsConfig(limit=name, max_stall_s=1.0), slo)
+    limit.stall_s = stall_s
+    limit.prefill_stall_s = prefill_stall_s if name == "slack" else stall_s
+    ahead = view(decode_due_s=100 + slack_s, alone_s=alone_s, is_present=is_present)
+    limit_s = limit.limit_s(ahead)
+    assert limit_s <= limit.most_s(ahead, decodes=True)
+    assert limit.prefill_room_s(ahead, limit_s) <= limit.most_s(ahead, decodes=False) + 1e-9
+
+
+def test_with_slack_for_more_the_most_is_what_a_step_may_take():
+    limit = create_step_limit(StepsConfig(limit="slack"), SloConfig(ttft_s=2.0, tpot_s=0.1))
+    limit.stall_s, limit.prefill_stall_s = 0.02, 0.05
+    ahead = view(decode_due_s=200.0, alone_s=0.01)
+    assert limit.limit_s(ahead) == limit.most_s(ahead, decodes=True) == pytest.approx(0.03)
+    room_s = limit.prefill_room_s(ahead, limit.limit_s(ahead))
+    assert room_s == pytest.approx(limit.most_s(ahead, decodes=False))
+
+
 @given(slack_s=st.floats(-1, 10), more_s=st.floats(0, 1), alone_s=st.floats(0, 0.2))
 def test_a_prefill_has_no_less_room_than_a_decode_step_and_never_more_than_there_is(
     slack_s, more_s, alone_s
