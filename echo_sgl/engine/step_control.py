@@ -227,7 +227,8 @@ class StepControl(DecodeControl):
         chunk_s = self.planner.smallest_chunk_s(shape, max_tokens=max_tokens, cached_tokens=cached)
         facts = {"room_s": self.planner.room_s(shape), "smallest_chunk_s": chunk_s}
         most_s = self.planner.limit.most_s(self.planner.view, decodes=shape.num_decodes > 0)
-        if most_s < chunk_s < math.inf:
+        # Behind another prefill it tells nothing: without that one it may fit.
+        if most_s < chunk_s < math.inf and not shape.num_prefills:
             facts["most_s"] = most_s
         chunk_wait = self.planner.chunk_wait.facts
         self.refuse(Reason.LIMIT, rid, **limit_facts(self.planner), **facts, **chunk_wait)
