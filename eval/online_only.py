@@ -112,13 +112,21 @@ def take_turns(options: OnlineOnlyOptions) -> list[dict[str, Any]]:
         args = (*device_args(), *load_args, *_server_args(options))
         servers = dict(_servers(options, model, args, stack))
         for server in servers.values():
-            _closed(server, traffic.requests(2 * WARM_UP_REQUESTS, seed=1), options)
+            warm_up(server, traffic, options)
         rate_rps = 0.0
         for number in range(options.rounds):
             for arm in list(servers)[:: -1 if number % 2 else 1]:
                 row, rate_rps = measure_turn(servers[arm], traffic, options, number, rate_rps)
                 rows.append({"arm": arm, "round": number, **row})
     return rows
+
+
+def warm_up(server: Server, traffic: Traffic, options: OnlineOnlyOptions) -> None:
+    """A few requests: what a server does for the first time takes longer than the rest of a turn.
+
+    Errors: `WorkloadError` when one is not answered.
+    """
+    _closed(server, traffic.requests(2 * WARM_UP_REQUESTS, seed=1), options)
 
 
 def _server_args(options: OnlineOnlyOptions) -> list[str]:

@@ -15,11 +15,12 @@ from eval.online_only import (
     beside_stock,
     measure_turn,
     summary_markdown,
+    warm_up,
 )
 from eval.server import Server
 
 OPTIONS = OnlineOnlyOptions(
-    requests=40, window=8, duration_s=3.0, prompt_tokens=40, answer_tokens=8, load=0.8
+    requests=120, window=8, duration_s=3.0, prompt_tokens=40, answer_tokens=8, load=0.8
 )
 
 
@@ -35,6 +36,7 @@ def test_texts_are_new_each_time_and_lengths_are_those_of_the_seed(tiny_model: P
 
 def test_the_first_turn_sets_the_rate_of_the_next(stock_server: Server, tiny_model: Path):
     traffic = Traffic(OPTIONS, str(tiny_model))
+    warm_up(stock_server, traffic, OPTIONS)
     row, rate_rps = measure_turn(stock_server, traffic, OPTIONS, 0, 0.0)
     assert rate_rps == OPTIONS.load * row["answers_per_s"]
     assert set(row) == set(FIGURES)
