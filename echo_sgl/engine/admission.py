@@ -84,7 +84,8 @@ class EchoPrefillAdder(PrefillAdder):
             req.init_next_round_input(self.tree_cache)
             self.req_states = None
             result = self._add_online(req, has_chunked_req, truncation_align_size)
-        if self.kv_limits is not None and self._was_added(req):
+        # Who comes back finds what it computed itself: no prompt that others share, and no burst.
+        if self.kv_limits is not None and self._was_added(req) and not req.output_ids:
             self.kv_limits.note_online_start(req)
         return result
 
@@ -117,6 +118,7 @@ class EchoPrefillAdder(PrefillAdder):
         if self._was_added(req):
             self.shape.add_prefill(req.extend_len, req.prefix_len)
         if is_offline(req):
+            self.planned_tokens += req.extend_len if self._was_added(req) else 0
             self._charge_offline(before - self.rem_input_tokens)
         return unfinished
 
@@ -173,10 +175,11 @@ class EchoPrefillAdder(PrefillAdder):
         if limits.has_room(req, self.planned_tokens + most_tokens):
             return False
         num_running, growth_tokens = self._offline_growth()
+        num_running += sum(map(is_offline, self.can_run_list))
         planned_tokens = self.planned_tokens
-        if num_running or planned_tokens:
+        if num_running:
             planned_tokens += int(growth_tokens + own_growth_tokens)
-        num_offline = 1 + num_running + len(self.control.parked) + (self.planned_tokens > 0)
+        num_offline = 1 + num_running + len(self.control.parked)
         if not limits.holds_back(req, planned_tokens, num_offline):
             return False
         facts = limits.facts(req, planned_tokens, num_offline)
@@ -277,8 +280,10 @@ class EchoPrefillAdder(PrefillAdder):
         )
 
     def _needed_tokens(self, req: Req) -> int:
-        max_new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-        return int(req.seqlen - req.prefix_len + max_new_tokens + self.page_size)
+        """What SGLang asks for: what is to prefill, and what the request is yet to generate."""
+        left_tokens = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+        most_tokens = min(left_tokens, CLIP_MAX_NEW_TOKENS)
+        return int(req.seqlen - req.prefix_len + most_tokens + self.page_size)
 
     def _charge_offline(self, num_tokens: int) -> None:
         if self.offline_tokens_left is not None:

@@ -12,6 +12,7 @@ from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.kv_limits import KvLimits, needed_tokens
 from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.pool_intake import PoolIntake
+from echo_sgl.engine.positions import KeptPositions, kept_positions, restore_positions
 from echo_sgl.engine.refusals import NO_ROOM, Reason
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.weighing import Weighing
@@ -32,6 +33,7 @@ class Offers(PoolIntake):
     weighing: Weighing | None
     _parked_chunks: list[Req]
     _shed: list[Req]
+    _kept_positions: list[KeptPositions]
 
     def _offline_chunk_tokens(self) -> int | None:
         limit = self.offline_config.max_prefill_tokens_per_step
@@ -122,6 +124,24 @@ class Offers(PoolIntake):
                 return
             self._shed.append(victim)
 
+    def _shed_without_a_pass(self, running_batch: ScheduleBatch) -> None:
+        """The same where decodes go first, perhaps for long: nobody starts in this step."""
+        self._shed_offline(running_batch)
+        if self._shed:
+            running_batch.batch_is_full = False
+        self._queue_shed()
+
+    def _queue_shed(self) -> None:
+        for req in self._shed:
+            self._add_request_to_queue(req, is_retracted=True)
+        self._shed = []
+
+    def _queue_offered(self, offered: tuple[Req, ...]) -> None:
+        """For the time of a pass, until `_take_back_offered`."""
+        self.policy.offered = offered
+        self.waiting_queue.extend(offered)
+        self._kept_positions = kept_positions(self.waiting_queue)
+
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""
         num_free = max(0, self.get_num_allocatable_reqs(len(running_batch.reqs)))
@@ -156,10 +176,9 @@ class Offers(PoolIntake):
         if offered:
             self.waiting_queue = [req for req in self.waiting_queue if req not in offered]
             self._note_pass(started, len(offered))
+        restore_positions(self._kept_positions, batch.reqs if batch is not None else ())
         self._pool_chunks_set_aside()
-        for req in self._shed:
-            self._add_request_to_queue(req, is_retracted=True)
-        self._shed = []
+        self._queue_shed()
 
     def _note_pass(self, started: Sequence[Req], num_offered: int) -> None:
         """Learn how many passes start, and whether this one ended for want of room."""

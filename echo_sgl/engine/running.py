@@ -147,8 +147,8 @@ class Running:
     def online_part(self, batch: ScheduleBatch, row: BatchRow) -> tuple[BatchShape, int]:
         """What a batch would be without its offline requests, and how many those are."""
         if not row.num_prefills:
-            # Whoever left since the step began is offline as long as anybody offline is there.
-            return self.online, max(0, row.num_decodes - len(self.online))
+            online = self.online if self.are(batch.reqs) else _online_of(batch.reqs)
+            return online, row.num_decodes - len(online)
         online, num_offline = BatchShape(), 0
         for index, (new, cached) in enumerate(
             zip(batch.extend_lens, batch.prefix_lens, strict=True)
@@ -164,6 +164,19 @@ class Running:
     def are(self, reqs: Sequence[Req]) -> bool:
         """Whether it is these that were looked up."""
         return reqs is self._reqs and len(reqs) == self._num_reqs
+
+
+def _online_of(reqs: Sequence[Req]) -> BatchShape:
+    """The decodes of the online ones among these.
+
+    Of either class some may have left since the step began: SGLang has those whose last token is
+    on its way sit out.
+    """
+    online = BatchShape()
+    for req in reqs:
+        if not terms_of(req).is_offline:
+            online.add_decode(req.seqlen)
+    return online
 
 
 def offline_of(reqs: Sequence[Req]) -> list[Req]:

@@ -268,6 +268,8 @@ class EchoScheduler(Offers):
             elif not is_deferred:
                 # A pass that starts nobody may have to shed.
                 is_deferred = (is_full and self.kv_limits.is_within) or self._decodes_first()
+                if is_deferred:
+                    self._shed_without_a_pass(running_batch)
         if is_deferred:
             self._take_in_compiled()
         return is_deferred
@@ -316,7 +318,8 @@ class EchoScheduler(Offers):
         if not self.is_mixed_chunk:
             with self.step_control.own_time:
                 self.step_control.select_decodes(batch)
-        if not batch.check_decode_mem():
+        # Those whose last token is on its way free theirs a step later, and SGLang waits for it.
+        if not batch.check_decode_mem() and not self._reqs_finishing_inflight(batch):
             self._free_for_decode(batch)
         retractions = self.step_control.counts.num_retractions
         num_before = retractions[Task.OFFLINE]
@@ -348,8 +351,7 @@ class EchoScheduler(Offers):
             self._shed_offline(running_batch)
             self.policy.offline_chunk_tokens = self._offline_chunk_tokens()
             self.policy.decodes = self._decodes_of_mixed_step(running_batch)
-            self.policy.offered = () if was_full else self._offer(running_batch)
-            self.waiting_queue.extend(self.policy.offered)
+            self._queue_offered(() if was_full else self._offer(running_batch))
         batch, running_batch = super()._get_new_batch_prefill_raw(
             prefill_delayer_single_pass, running_batch
         )

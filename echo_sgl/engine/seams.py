@@ -111,6 +111,7 @@ RELIED_ON = (
     Seam(f"{_SCHEDULER}._should_defer_prefill", "self running_batch"),
     Seam(f"{_SCHEDULER}.get_next_batch_to_run", "self running_batch last_batch"),
     Seam(f"{_SCHEDULER}.update_running_batch", "self batch"),
+    Seam(f"{_SCHEDULER}._reqs_finishing_inflight", "self batch"),
     Seam(f"{_SCHEDULER}.init_invariant_checker", "self"),
     Seam(f"{_SCHEDULER}.pause_generation", "self recv_req"),
     Seam(f"{_BATCH}.ScheduleBatch.merge_batch", "self other"),

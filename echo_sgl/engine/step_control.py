@@ -15,7 +15,7 @@ from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.config import EchoConfig
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
-from echo_sgl.engine.decode_control import DecodeControl, StepCounts
+from echo_sgl.engine.decode_control import UNSTEADY_STEPS, DecodeControl, StepCounts
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
@@ -288,6 +288,8 @@ class StepControl(DecodeControl):
         """A request is prefilled, perhaps for the first time."""
         terms = terms_of(req, self._now_s)
         terms.waiting_since_s = None
+        if req.output_ids:  # it joins those that decode before the next one is seen
+            self._num_unsteady = UNSTEADY_STEPS
         if terms.started_s is None:
             terms.started_s = self._now_s
             if not terms.is_offline:

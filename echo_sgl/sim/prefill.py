@@ -189,8 +189,8 @@ class PrefillPass:
             scheduler.waiting.popleft()
             request.waiting_since_s = None
             tokens = request.seq_tokens
-            self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
             if is_new:
+                self._kv.tree.working_set.observe_hits(request.prefix_tokens, tokens)
                 self._planner.note_online_start(scheduler.now_s, tokens - request.prefix_tokens)
             if scheduler.chunked is request:
                 return False

@@ -88,3 +88,53 @@ def test_where_no_prompt_may_be_cut_a_shorter_one_gets_its_chance(left, need, ha
 def test_without_one_between_chunks_a_request_may_be_cut():
     one = adder(left=100, limit_tokens=512)
     assert one._add_online(request(200), False, None) is AddReqResult.CONTINUE
+
+
+def with_answer(
+    num_tokens: int, num_outputs: int, max_new_tokens: int, **fields
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        rid="a",
+        seqlen=num_tokens + num_outputs,
+        output_ids=[1] * num_outputs,
+        sampling_params=SimpleNamespace(max_new_tokens=max_new_tokens, ignore_eos=True),
+        echo_terms=SimpleNamespace(is_offline=True),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(("num_outputs", "needed"), [(0, 5001), (3500, 501), (4500, 1)])
+def test_who_comes_back_needs_room_for_what_it_is_yet_to_generate(num_outputs, needed):
+    one = object.__new__(EchoPrefillAdder)
+    one.page_size = 1
+    req = with_answer(1000, num_outputs, 4000, prefix_len=1000 + num_outputs if num_outputs else 0)
+    assert one._needed_tokens(req) == needed
+
+
+def test_a_prefill_that_ends_in_this_pass_counts_against_the_reserve():
+    one = object.__new__(EchoPrefillAdder)
+    one.new_token_ratio, one.planned_tokens, one.preempt_list = 0.5, 200, []
+    one.memory_budget = SimpleNamespace(total_offset=0)
+    one.running_batch = SimpleNamespace(reqs=[])
+    one.can_run_list = [with_answer(700, 0, 100)]
+    one.control = SimpleNamespace(parked=[])
+    asked = []
+
+    def holds_back(req, planned_tokens, num_offline):
+        asked.append((planned_tokens, num_offline))
+        return False
+
+    limits = SimpleNamespace(has_room=lambda *args: False, holds_back=holds_back)
+    assert not one._refuses_for_reserve(with_answer(3000, 0, 500), limits)
+    assert asked == [(200 + 500, 2)]  # what it is yet to generate, too: it is not alone
+
+
+@pytest.mark.parametrize(("num_outputs", "num_noted"), [(0, 1), (5, 0)])
+def test_who_comes_back_is_no_hit_of_its_users(num_outputs, num_noted):
+    one, noted = object.__new__(EchoPrefillAdder), []
+    req = with_answer(100, num_outputs, 50)
+    one.can_run_list = [req]
+    one._add_online = lambda *args: AddReqResult.CONTINUE
+    one.kv_limits = SimpleNamespace(note_online_start=noted.append)
+    assert one._add_online_making_room(req, False, None) is AddReqResult.CONTINUE
+    assert noted == [req] * num_noted

@@ -162,6 +162,22 @@ def test_a_pass_that_would_find_nobody_is_left_out_unless_somebody_is_to_be_shed
     assert told is is_deferred
 
 
+def test_who_comes_back_is_a_token_behind_until_that_is_seen(steps: Steps) -> None:
+    """Overlapped, it joins those that decode before the token of its prefill is seen."""
+    first, back = steps.reqs[0], decoding(Task.ONLINE, 30, promise=Promise(5.0, 0.5))
+    step([first] * 20)  # far ahead: who comes back is due first
+    back.rid, back.echo_terms.started_s, back.echo_terms.first_token_s = "back", 0.0, 0.0
+    steps.control.note_start(back)
+    steps.reqs = [*steps.reqs, back]
+    for grown in ([], [back], steps.reqs, steps.reqs):
+        step(grown)
+        steps.now_s += STEP_S
+        steps.begin()
+        assert steps.control.online_tokens == first.seqlen + back.seqlen
+        due_s = back.echo_terms.due_s(len(back.output_ids))
+        assert steps.control.planner.slack_s == pytest.approx(due_s - steps.now_s)
+
+
 def test_nothing_holds_under_a_limit_that_counts_each_step() -> None:
     steps = Steps(limit="relative", max_inflation=100.0, max_stall_s=3600.0)
     assert [steps.run() for _ in range(3)] == [1, 1, 1]

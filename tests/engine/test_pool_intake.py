@@ -52,6 +52,7 @@ def test_who_was_shed_is_offered_again_only_after_the_pass():
     one = scheduler(
         _shed=[],
         _parked_chunks=[],
+        _kept_positions=[],
         weighing=None,
         chunked_req=None,
         kv_limits=SimpleNamespace(is_within=False, excess_tokens=lambda num: 100),
@@ -64,6 +65,22 @@ def test_who_was_shed_is_offered_again_only_after_the_pass():
     one._take_back_offered(None)
     one._take_back_offered(None)
     assert pooled == [("first", True), ("second", True)]
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_what_outgrew_the_reserve_is_shed_where_decodes_go_first_too(is_within):
+    victims, pooled = iter(["one", None]), []
+    one = scheduler(
+        _shed=[],
+        chunked_req=None,
+        kv_limits=SimpleNamespace(is_within=is_within, excess_tokens=lambda num: 100),
+        step_control=SimpleNamespace(parked=[], retract_one=lambda batch, running: next(victims)),
+        _add_request_to_queue=lambda req, is_retracted: pooled.append(req),
+    )
+    running = SimpleNamespace(reqs=[], batch_is_full=True)
+    one._shed_without_a_pass(running)
+    assert pooled == ([] if is_within else ["one"])
+    assert running.batch_is_full is is_within  # there is room for others now
 
 
 def between_chunks(**fields: Any) -> Any:

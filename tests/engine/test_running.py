@@ -145,6 +145,17 @@ def test_a_first_token_is_noticed_in_the_step_in_which_it_is_seen() -> None:
     assert req.echo_terms.first_token_s == 2.0
 
 
+def test_a_step_without_who_is_about_to_end_has_its_offline_requests_nevertheless() -> None:
+    """Overlapped, SGLang leaves out whose last token is on its way, after it was looked at."""
+    ends, stays, offline = decoding(Task.ONLINE), decoding(Task.ONLINE, 30), decoding(Task.OFFLINE)
+    running = Running([ends, stays, offline], 0.0)
+    batch = SimpleNamespace(reqs=[stays, offline])
+    row = running.row_of(batch.reqs)
+    assert row is not None
+    online, num_offline = running.online_part(batch, row)
+    assert (online.row(), num_offline) == (decode_row([31]), 1)
+
+
 def test_who_is_to_end_may_not_sit_out() -> None:
     stays, ends = decoding(Task.OFFLINE, 10), decoding(Task.OFFLINE, 20)
     ends.to_finish = "aborted"
