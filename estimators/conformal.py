@@ -148,6 +148,14 @@ class ConformalBand:
         """
         return self._bands[kind].centre()
 
+    def slowest_ratio(self, now_s: float) -> float:
+        """The central ratio of the kind that takes the most beside its predictions.
+
+        Of those that were observed lately: a machine that became slower shows by them. 0 without.
+        """
+        fresh = (kind for kind in StepKind if self.evidence(kind, now_s) is Evidence.FRESH)
+        return max((self.central_ratio(kind) for kind in fresh), default=0.0)
+
     def upper_ratio(self, kind: StepKind, quantile: float) -> float:
         """What a share `quantile` of the steps of this kind stays below, beside the prediction.
 

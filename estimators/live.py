@@ -29,12 +29,13 @@ class LiveBatchTime:
     """A batch-time model that its own server's steps keep true.
 
     `model` comes from a profile, or has no coefficients yet and is fitted to the first steps:
-    tried every `FIRST_FIT_STEPS`, until the steps seen can tell what each term costs. A fit
-    that is refused keeps the old model, is counted, and leaves its reason. `refit_steps` 0: a
-    model that is there is never fitted again. `error` makes every prediction wrong by that
-    share, for experiments; coverage is that of the bound without it. `calibrated`: the highest
-    value of each column that the model was calibrated with, if all are known: fits stay near it
-    where live steps tell nothing.
+    tried every `FIRST_FIT_STEPS`, until the steps seen can tell what each term costs. A few steps
+    tell some terms badly: it is fitted again after as many as it was fitted to. A fit that is
+    refused keeps the old model, is counted, and leaves its reason. `refit_steps` 0: a model that
+    is there is never fitted again. `error` makes every prediction wrong by that share, for
+    experiments; coverage is that of the bound without it. `calibrated`: the highest value of each
+    column that the model was calibrated with, if all are known: fits stay near it where live
+    steps tell nothing.
 
     As long as nothing is known, predictions are infinite: a step of unknown cost fits no
     limit, and the caller needs a rule of its own for that time. `upper` is `upper_s` as a
@@ -73,6 +74,7 @@ class LiveBatchTime:
         is_told = set(BatchRow._fields) <= set(calibrated or ())
         self._anchors = Anchors(model, calibrated) if calibrated and is_told else None
         self._steps_since_fit = 0
+        self._next_fit_steps = self.FIRST_FIT_STEPS if model.coefficients_ is None else refit_steps
         # They go into the buffer some at a time: to fetch it takes longer than to put one in.
         self._ahead: list[tuple[BatchRow, float]] = []
         self._advanced_s = -math.inf
@@ -110,7 +112,8 @@ class LiveBatchTime:
         """Seconds that a share `quantile` of such steps stays below; 0 without requests.
 
         Kinds of steps without evidence get the band's cold ratio, those whose evidence was
-        stale when `advance` looked last `STALE_FACTOR` on top.
+        stale when `advance` looked last `STALE_FACTOR` on top. What slowed the other kinds down
+        since slows these.
         """
         if not self.is_ready:
             return math.inf
@@ -151,14 +154,13 @@ class LiveBatchTime:
                 raise ValueError(f"time_s is {time_s}; a step takes a finite time above 0")
         self._ahead.extend(steps)
         self._steps_since_fit += len(steps)
-        for row, _ in steps:
-            self._margins[row.kind] = self._factor
         if self.is_ready:
             self._band.learn(steps, now_s)
+            for kind in {row.kind for row, _ in steps}:
+                self._margins[kind] = self._margin(kind, now_s)
         if len(self._ahead) >= self.FIRST_FIT_STEPS:
             self._buffer_ahead()
-        num_steps = self._refit_steps if self.is_ready else self.FIRST_FIT_STEPS
-        if 0 < num_steps <= self._steps_since_fit:
+        if 0 < self._next_fit_steps <= self._steps_since_fit:
             self._fit()
 
     def advance(self, now_s: float) -> None:
@@ -167,8 +169,18 @@ class LiveBatchTime:
             return
         self._advanced_s = now_s
         for kind in StepKind:
-            is_stale = self._band.evidence(kind, now_s) is Evidence.STALE
-            self._margins[kind] = self._factor * (self.STALE_FACTOR if is_stale else 1.0)
+            self._margins[kind] = self._margin(kind, now_s)
+
+    def _margin(self, kind: StepKind, now_s: float) -> float:
+        """What bounds of this kind are multiplied with: more if they rest on no steps of now."""
+        evidence = self._band.evidence(kind, now_s)
+        if evidence is Evidence.FRESH:
+            return self._factor
+        known_ratio = self._band.central_ratio(kind)
+        if evidence is Evidence.MISSING:
+            known_ratio = max(1.0, known_ratio)  # as in the band's cold bound
+        slower = max(1.0, self._band.slowest_ratio(now_s) / known_ratio)
+        return self._factor * slower * (self.STALE_FACTOR if evidence is Evidence.STALE else 1.0)
 
     def evidence(self, kind: StepKind, now_s: float) -> Evidence:
         """What bounds of this kind rest on; missing as long as there is no model."""
@@ -209,6 +221,7 @@ class LiveBatchTime:
             self.last_refusal = str(error)
             self.num_refusals += 1
             return
+        self._next_fit_steps = min(self._refit_steps, len(self._buffer))
         self.num_refits += 1
         self._asked = None, 0.0
         self._band.replace_model(self._model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from array import array
 from collections.abc import Callable
@@ -12,10 +13,16 @@ import numpy as np
 from echo_sgl.batch_shape import BatchRow, BatchShape, FloatArray, Step, StepKind
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples
-from echo_sgl.estimators.samples import kinds_of
+from echo_sgl.estimators.plain_time import plain_times_s
+from echo_sgl.estimators.samples import checked_samples, kinds_of
 
 # A normal error is beyond 5 median absolute deviations once in 1,300 times.
 MAX_DEVIATIONS = 5.0
+# Steps that differ by less are none, however little others do: where most are of one shape, the
+# rest would never be learned.
+LEAST_REACH = 1.3
+# A weighted sum of a step's columns, which has no knees, is wrong by more on its own.
+LEAST_PLAIN_REACH = 2.0
 NUM_COLUMNS = len(BatchRow._fields) + 1
 
 
@@ -61,27 +68,51 @@ def refitted(
 ) -> BatchTimeModel:
     """A copy of the model, fitted to the buffer's steps; the model itself stays as it is.
 
-    `anchors` tells steps that count beside these rows, see `Anchors`. A model without coefficients
-    is fitted to all steps first, to see which are outliers.
+    `anchors` tells steps that count beside these rows, see `Anchors`.
     Errors: `ValueError` names the column that is too rare or constant; keep the old model.
     """
     rows, times_s = buffer.samples()
     if model.coefficients_ is None:
-        model = copy.copy(model).fit(rows, times_s)
+        model = first_fit(model, rows, times_s)
     times_s = clip_outliers(model, rows, times_s)
     more_rows, more_s = anchors(rows)
     rows, times_s = np.concatenate([rows, more_rows]), np.concatenate([times_s, more_s])
     return copy.copy(model).fit(rows, times_s)
 
 
+def first_fit(model: BatchTimeModel, rows: FloatArray, times_s: FloatArray) -> BatchTimeModel:
+    """A copy of a model without coefficients, fitted to steps whatever a few of them say.
+
+    Without gross outliers first, to see which others there are.
+    Shapes: (steps, columns of `BatchRow`), (steps,). Errors: as `BatchTimeModel.fit`.
+    """
+    rows, times_s = checked_samples(rows, times_s)
+    rough = copy.copy(model).fit(rows, clip_gross_outliers(rows, times_s))
+    return copy.copy(model).fit(rows, clip_outliers(rough, rows, times_s))
+
+
 def clip_outliers(model: BatchTimeModel, rows: FloatArray, times_s: FloatArray) -> FloatArray:
     """Times pulled to within `MAX_DEVIATIONS` of what is usual beside the model's prediction.
 
     Usual is the median of log(measured / predicted) per kind of step, so a model that is off
-    by a factor clips nothing. Shapes: (steps, columns of `BatchRow`), (steps,) -> (steps,).
+    by a factor clips nothing; and so is what differs from it by less than `LEAST_REACH`.
+    Shapes: (steps, columns of `BatchRow`), (steps,) -> (steps,).
     """
-    predicted_s = model.predict_rows_s(rows)
-    # Where the model says 0 there is nothing to compare with.
+    return _clipped(rows, times_s, model.predict_rows_s(rows), LEAST_REACH)
+
+
+def clip_gross_outliers(rows: FloatArray, times_s: FloatArray) -> FloatArray:
+    """The same without a model, beside `plain_times_s`: what a first fit needs.
+
+    One step of a thousand that was measured at a tenth of its time makes it wrong by a quarter.
+    """
+    return _clipped(rows, times_s, plain_times_s(rows, times_s), LEAST_PLAIN_REACH)
+
+
+def _clipped(
+    rows: FloatArray, times_s: FloatArray, predicted_s: FloatArray, least_reach: float
+) -> FloatArray:
+    # Where 0 is predicted, or nothing, there is nothing to compare with.
     known = (predicted_s > 0) & (times_s > 0)
     clipped_s = times_s.copy()
     for mask in kinds_of(rows).values():
@@ -89,7 +120,8 @@ def clip_outliers(model: BatchTimeModel, rows: FloatArray, times_s: FloatArray) 
         if chosen.any():
             log_ratios = np.log(times_s[chosen] / predicted_s[chosen])
             median = np.median(log_ratios)
-            reach = MAX_DEVIATIONS * 1.4826 * np.median(np.abs(log_ratios - median))
+            deviation = 1.4826 * np.median(np.abs(log_ratios - median))
+            reach = max(MAX_DEVIATIONS * deviation, math.log(least_reach))
             inside = np.clip(log_ratios, median - reach, median + reach)
             clipped_s[chosen] = predicted_s[chosen] * np.exp(inside)
     return clipped_s

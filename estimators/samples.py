@@ -91,12 +91,15 @@ def weighted_sum(coefficients: Sequence[float], features: Sequence[Any]) -> Any:
     return total
 
 
-def fit_nonnegative(features: Sequence[Any], times_s: FloatArray) -> list[float]:
+def fit_nonnegative(
+    features: Sequence[Any], times_s: FloatArray, *, scales_s: FloatArray | None = None
+) -> list[float]:
     """Coefficients >= 0 with the least squared *relative* error, so that short steps count.
 
+    `scales_s`: what errors are related to, if not to the times themselves.
     Shapes: one array (steps,) per feature; one coefficient per feature, 0 where it never occurs.
     """
-    return _solved(_relative_triangle(features, times_s))[0]
+    return _solved(_relative_triangle(features, times_s, scales_s))[0]
 
 
 def fit_with_knee(
@@ -128,9 +131,14 @@ def _tells(amounts: FloatArray) -> bool:
     return len(amounts) >= MIN_SAMPLES and bool(amounts.min() < amounts.max())
 
 
-def _relative_triangle(features: Sequence[Any], times_s: FloatArray) -> Any:
-    """Features per second of their step, and as the last column 1, in as few rows as columns."""
-    return _triangle(np.column_stack([*features, times_s]) / times_s[:, np.newaxis])
+def _relative_triangle(
+    features: Sequence[Any], times_s: FloatArray, scales_s: FloatArray | None = None
+) -> Any:
+    """Features and, as the last column, times per second of their step or of its scale, in as few
+    rows as columns.
+    """
+    scales_s = times_s if scales_s is None else scales_s
+    return _triangle(np.column_stack([*features, times_s]) / scales_s[:, np.newaxis])
 
 
 def _solved(triangle: Any) -> tuple[list[float], float]:

@@ -32,6 +32,7 @@ from echo_sgl.estimators.held_out import (
 )
 from echo_sgl.estimators.host_time import Beside, HostTime, fit_host_time
 from echo_sgl.estimators.profile import Profile
+from echo_sgl.estimators.refit import first_fit
 from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
 from echo_sgl.types import MAX_TRACE_S
 
@@ -328,8 +329,9 @@ def fit_all(
     names = [name for name in BATCH_TIME_MODELS if transformer or name != RooflineBatchTime.NAME]
     captured = server["captured_batch_sizes"]
     models = {
-        name: create_batch_time(name, captured_batch_sizes=captured, transformer=transformer).fit(
-            *fitted
+        name: first_fit(
+            create_batch_time(name, captured_batch_sizes=captured, transformer=transformer),
+            *fitted,
         )
         for name in names
     }

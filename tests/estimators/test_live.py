@@ -156,6 +156,16 @@ def test_a_fit_that_is_refused_keeps_the_model_and_says_why():
     assert profiled.model.coefficients_ == true_model("pooled").coefficients_
 
 
+def test_a_first_fit_to_few_steps_is_soon_followed_by_others():
+    live, refits = LiveBatchTime(unfitted("linear"), refit_steps=200), []
+    now_s = 0.0
+    for number in range(32):
+        now_s = play(live, true_model("linear"), 25, seed=number, start_s=now_s)
+        refits.append(live.num_refits)
+    numbers = [25 * (1 + refits.index(count)) for count in sorted({*refits})]
+    assert numbers == [25, 50, 100, 200, 400, 600, 800]
+
+
 def test_refits_that_are_switched_off_leave_the_first_fit():
     live = LiveBatchTime(unfitted("linear"), refit_steps=0)
     play(live, true_model("linear"), 2000)
@@ -194,6 +204,22 @@ def test_kinds_of_steps_that_were_not_seen_lately_get_a_margin():
     live.observe(decode, truth.predict_s(decode), now_s + 61.0)
     assert live.upper_s(decode) < factor * fresh_s[0]
     assert live.upper_s(prefill) == factor * fresh_s[1]
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_what_slowed_other_kinds_down_slows_one_that_was_not_seen_lately(is_seen):
+    truth, prefill = true_model("pooled"), shape_of([(50, 0)])
+    live, now_s = LiveBatchTime(truth, stale_s=60.0, refit_steps=0), 0.0
+    if is_seen:
+        now_s = 100.0 + play(live, truth, 200, kinds=(StepKind.PREFILL,))
+    now_s = play(live, truth, 200, factor=3.0, kinds=(StepKind.DECODE,), start_s=now_s)
+    live.advance(now_s)
+    evidence = Evidence.STALE if is_seen else Evidence.MISSING
+    assert live.evidence(StepKind.PREFILL, now_s) is evidence
+    assert 3.0 < live.upper_s(prefill) / truth.predict_s(prefill) < 6.0
+    for _ in range(10):  # what its own steps say counts once, not twice
+        live.observe(prefill, 3.0 * truth.predict_s(prefill), now_s)
+    assert 3.0 < live.upper_s(prefill) / truth.predict_s(prefill) < 6.0
 
 
 def test_a_kind_never_seen_gets_the_cold_ratio():

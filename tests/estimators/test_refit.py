@@ -12,7 +12,14 @@ from echo_sgl.batch_shape import BatchRow, FloatArray, StepKind
 from echo_sgl.estimators.held_out import held_out_errors
 from echo_sgl.estimators.refit import RefitBuffer, clip_outliers, refitted
 from echo_sgl.estimators.samples import kinds_of
-from tests.estimators.steps import NAMES, measured, random_rows, shape_of, true_model
+from tests.estimators.steps import (
+    NAMES,
+    measured,
+    random_rows,
+    shape_of,
+    true_model,
+    unfitted,
+)
 
 every_model = pytest.mark.parametrize("name", NAMES)
 
@@ -55,6 +62,26 @@ def test_a_refit_is_safe_from_outliers(name):
     times_s[chosen[15:]] /= 50
     assert worst_mape(true_model(name).fit(rows, times_s), truth, seed=7) > 0.2
     assert worst_mape(refitted(truth, buffer_of(rows, times_s)), truth, seed=7) < 0.02
+
+
+@every_model
+@pytest.mark.parametrize("factor", [0.1, 0.001, 1000.0])
+def test_a_first_fit_is_safe_from_outliers(name, factor):
+    truth, rows = true_model(name), random_rows(300, seed=20)
+    times_s = measured(truth, rows, noise=0.02, seed=21)
+    times_s[np.random.default_rng(22).permutation(300)[:6]] *= factor
+    assert worst_mape(refitted(unfitted(name), buffer_of(rows, times_s)), truth, seed=7) < 0.03
+
+
+def test_what_few_steps_say_is_learned_where_most_are_alike():
+    truth, alike = true_model("linear"), random_rows(1, seed=23, kinds=(StepKind.PREFILL,))
+    rows = np.concatenate([random_rows(300, seed=24), np.repeat(alike, 700, axis=0)])
+    wrong = true_model("linear").with_coefficients(
+        {**truth.coefficients_, "prefill_token_square": 0.0}
+    )
+    buffer = buffer_of(rows, measured(truth, rows, noise=0.001, seed=25))
+    assert worst_mape(wrong, truth, seed=7) > 0.05
+    assert worst_mape(refitted(wrong, buffer), truth, seed=7) < 0.03
 
 
 @every_model
@@ -121,7 +148,7 @@ def test_clipping_moves_only_what_lies_far_from_the_usual():
     clipped_s = clip_outliers(model, rows, times_s)
     untouched = np.delete(np.arange(300), [3, 4])
     assert clipped_s[untouched] == pytest.approx(usual_s[untouched], rel=0.02)
-    assert clipped_s[[3, 4]] == pytest.approx(usual_s[[3, 4]], rel=0.2)
+    assert clipped_s[[3, 4]] == pytest.approx(usual_s[[3, 4]], rel=0.35)
 
 
 def test_a_model_off_by_a_factor_clips_nothing():
