@@ -48,7 +48,7 @@ def _whole(found: Plan, targets: Sequence[Target], prices: Prices) -> Iterator[s
     if whole.refused or whole.offline_refused:
         yield (
             f"  refused           {whole.refused} requests, {whole.offline_refused} lines of one "
-            f"instance: longer than {chosen.kv_tokens:,} tokens"
+            f"instance: their prompts do not fit in {chosen.kv_tokens:,} tokens"
         )
     tokens_per_hour = found.offline_tokens_per_s * 3600
     yield f"  offline tokens    {tokens_per_hour:,.0f} an hour (prompt and answer)"

@@ -250,7 +250,7 @@ def binding_limit(
         return "nothing"
     if results.refused:
         return (
-            f"KV memory: {results.refused} requests are longer than a pool of "
+            f"KV memory: {results.refused} prompts do not fit in a pool of "
             f"{config.kv_tokens:,} tokens"
         )
     if results.is_out_of_kv or results.unfinished:

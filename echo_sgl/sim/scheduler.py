@@ -64,7 +64,7 @@ class SimScheduler(SimDecodeControl):
     def _set_up_memory(self) -> None:
         """The pool, its tree, and the reserve in it."""
         config, cache = self.config, self.config.echo.cache
-        capacity = config.kv_tokens // config.page_tokens * config.page_tokens
+        capacity = config.capacity_tokens
         working_set = WorkingSet(
             limit_tokens=int(cache.protected_share * capacity), window_s=cache.protected_window_s
         )

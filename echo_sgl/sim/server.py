@@ -153,14 +153,13 @@ class SimServer:
             self._observer.came(request)
         scheduler = self.scheduler
         scheduler.kv.prepare(request)
-        most = scheduler.kv.capacity_tokens - scheduler.config.page_tokens
-        if request.prompt_tokens + self._oracle.output_tokens(request) + 1 >= most:
-            # SGLang refuses what can never fit.
+        if not self.config.takes_prompt(request.prompt_tokens):
             self.results.refused += not request.is_offline
             self.results.offline_refused += request.is_offline
             return
-        # A client asks for no more than fits; SGLang cuts the limit, too.
-        request.max_new_tokens = min(request.max_new_tokens, most - request.prompt_tokens - 1)
+        # An answer that is allowed more than fits is refused by nobody: SGLang cuts the limit.
+        most = self.config.most_output_tokens(request.prompt_tokens)
+        request.max_new_tokens = min(request.max_new_tokens, most)
         if self.config.overlap and self._plan is not None:
             self._unseen.append(request)
         else:

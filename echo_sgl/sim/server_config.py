@@ -13,6 +13,8 @@ from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.host_time import HostTime
 
 NO_HOST_TIME = HostTime(0.0, 0.0, 0.0)
+# Of the pool, what SGLang keeps back from a prompt: `max_req_input_len` in its tp_worker.py.
+PROMPT_MARGIN_TOKENS = 6
 
 
 class SpeedChange(NamedTuple):
@@ -68,6 +70,26 @@ class ServerConfig:
                 raise ConfigError(f"step_factors are {wrong}; a step takes a time above 0")
         if not 0 <= self.noise < 1:
             raise ConfigError(f"noise is {self.noise}; allowed is a share of 0 to 1")
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The pool in whole pages."""
+        return self.kv_tokens // self.page_tokens * self.page_tokens
+
+    def takes_prompt(self, prompt_tokens: int) -> bool:
+        """Whether a prompt fits an idle server; what its answer may be does not count.
+
+        Source: SGLang's `validate_input_length`.
+        """
+        fits = prompt_tokens < self.capacity_tokens - PROMPT_MARGIN_TOKENS
+        return fits and self.most_output_tokens(prompt_tokens) > 0
+
+    def most_output_tokens(self, prompt_tokens: int) -> int:
+        """What a longer limit of an answer is cut to behind such a prompt.
+
+        Source: SGLang's `init_req_max_new_tokens`, and the page that admission wants beyond.
+        """
+        return self.capacity_tokens - self.page_tokens - prompt_tokens - 1
 
 
 def default_echo() -> EchoConfig:
