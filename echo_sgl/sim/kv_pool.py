@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
-from echo_sgl.sim.prefix_tree import Node, PrefixTree
+from echo_sgl.sim.prefix_tree import Node, PrefixTree, path_tokens
 from echo_sgl.sim.workload import SimRequest
 
 _LARGEST_ID = (1 << 62) - 1
@@ -102,6 +102,15 @@ class KvPool:
         request.prefix_tokens = request.protected_tokens = min(num_tokens, most)
         request.computed_tokens = request.prefix_tokens
         return request.prefix_tokens
+
+    def overlocked_tokens(self, request: SimRequest) -> int:
+        """Of what `match` locked, what only it keeps from eviction and SGLang would not lock.
+
+        A prompt that is cached in full computes its last page again, so SGLang's lock ends before
+        it; a block here cannot be locked in part.
+        """
+        node = _node(request)
+        return path_tokens(node) - request.prefix_tokens if node.lock_count == 1 else 0
 
     def unmatch(self, request: SimRequest) -> None:
         """Undo `match`: the request does not start."""

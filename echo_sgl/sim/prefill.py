@@ -281,7 +281,8 @@ class PrefillPass:
         need = request.seq_tokens - prefix_tokens
         if request.is_offline and self._prefix_is_being_computed(request, prefix_tokens):
             return Verdict.REFUSED
-        if need + request.planned_tokens + self._page >= self._rem_total_tokens():
+        room = self._rem_total_tokens() + self._kv.overlocked_tokens(request)
+        if need + request.planned_tokens + self._page >= room:
             return Verdict.NO_MEMORY
         budget = min(self._budget(), self._offline_left) if request.is_offline else self._budget()
         most = min(need, budget)

@@ -338,6 +338,14 @@ def path_of(node: Node) -> array[int]:
     return path
 
 
+def path_tokens(node: Node) -> int:
+    """Tokens from the root to the end of a node."""
+    num_tokens, walk = 0, node
+    while walk.parent is not None:
+        num_tokens, walk = num_tokens + walk.num_tokens, walk.parent
+    return num_tokens
+
+
 def _num_alike(one: Sequence[int], other: Sequence[int], start: int) -> int:
     """Blocks that `one` and `other` from `start` on begin with alike."""
     longest = min(len(one), len(other) - start)

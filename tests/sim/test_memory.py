@@ -9,7 +9,8 @@ import pytest
 from echo_sgl.sim.prefill import PrefillPass
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.scheduler import SimScheduler
-from echo_sgl.sim.workload import SimRequest
+from echo_sgl.sim.server import simulate
+from echo_sgl.sim.workload import SimRequest, Trace
 from echo_sgl.types import Task
 from tests.sim.workloads import server
 
@@ -106,3 +107,33 @@ def test_nobody_leaves_a_place_to_a_request_that_lacks_memory_too(
     for one in (small, large):
         assert not PrefillPass(scheduler)._makes_place(one)
     assert asked == [small]
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_a_prompt_that_is_cached_in_full_starts_on_an_idle_server_whatever_it_may_answer(
+    page_tokens: int,
+) -> None:
+    blocks = [array("q", range(20))] * 2
+    prompts, answers = array("q", (20 * 64,)) * 2, array("q", (10,)) * 2
+    online = Trace(
+        Task.ONLINE, array("d", (0.0, 30.0)), prompts, answers, blocks=blocks, max_new_tokens=4096
+    )
+    results = simulate(server(kv_tokens=CAPACITY, page_tokens=page_tokens), online)
+    assert results.online_done == 2 and not results.unfinished
+    assert results.online_cached_tokens == 20 * 64 - page_tokens
+
+
+def test_of_a_prompt_that_is_cached_in_full_the_last_token_is_not_promised_to_it(
+    scheduler: SimScheduler,
+) -> None:
+    kv, first = scheduler.kv, prefilled(scheduler, request(0, Task.ONLINE, 700), 700)
+    kv.release(first)
+    again, beside = request(0, Task.ONLINE, 700), request(0, Task.ONLINE, 700)
+    assert (kv.match(again), kv.overlocked_tokens(again)) == (699, 1)
+    # Who shares all of it keeps it from eviction as well.
+    kv.match(beside)
+    assert kv.overlocked_tokens(again) == kv.overlocked_tokens(beside) == 0
+    kv.unmatch(again)
+    kv.unmatch(beside)
+    other = request(1, Task.ONLINE, 900)
+    assert (kv.match(other), kv.overlocked_tokens(other)) == (0, 0)
