@@ -258,13 +258,14 @@ def _simulate(
         found = make_plan(
             devices, online, offline, targets, resources, prices=prices, on_progress=show
         )
-        best = found.chosen or found.trials[-1].resource
+        last = found.trials[-1]
         points = sweep(
-            sized(devices, best),
+            sized(devices, last.resource),
             online,
             offline,
             loads,
-            num_instances=best.num_instances,
+            num_instances=last.resource.num_instances,
+            instance=last.instance,
             on_progress=lambda share: show("other loads", share),
         )
         return found, list(points)

@@ -45,10 +45,10 @@ def _whole(found: Plan, targets: Sequence[Target], prices: Prices) -> Iterator[s
     )
     if whole.online_unfinished:
         yield f"  not done          {whole.online_unfinished:,} online requests of one instance"
-    if whole.refused or whole.offline_refused:
+    if found.num_too_long or whole.offline_refused:
         yield (
-            f"  refused           {whole.refused} requests, {whole.offline_refused} lines of one "
-            f"instance: their prompts do not fit in {chosen.kv_tokens:,} tokens"
+            f"  refused           {found.num_too_long} requests, {whole.offline_refused} lines of "
+            f"one instance: their prompts do not fit in {chosen.kv_tokens:,} tokens"
         )
     tokens_per_hour = found.offline_tokens_per_s * 3600
     yield f"  offline tokens    {tokens_per_hour:,.0f} an hour (prompt and answer)"
@@ -90,6 +90,7 @@ def document(
         "trials": [
             {
                 **dataclasses.asdict(trial.resource),
+                "instance": trial.instance,
                 "is_kept": trial.is_kept,
                 "load": trial.load,
                 "binds": trial.binds,
@@ -100,6 +101,7 @@ def document(
         "chosen": dataclasses.asdict(chosen) if chosen else None,
         "whole": whole.summary() if whole is not None else None,
         "whole_load": found.whole_load,
+        "num_too_long": found.num_too_long,
         "is_kept_beside": found.is_kept_beside,
         "is_all_done": found.is_all_done,
         "offline_tokens_per_s": found.offline_tokens_per_s,

@@ -6,13 +6,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from echo_sgl.sim.planner import (
-    busiest_start_s,
-    instance_share,
-    line_share,
-    offline_tokens_per_s,
-    run,
-)
+from echo_sgl.sim.instances import instance_shares, line_share
+from echo_sgl.sim.planner import busiest_start_s, offline_tokens_per_s, run
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.sim.workload import Trace
 
@@ -42,19 +37,22 @@ def sweep(
     loads: Sequence[float],
     *,
     num_instances: int = 1,
+    instance: int = 0,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Iterator[LoadPoint]:
-    """Simulate the trace's busiest `SWEEP_S` seconds at each load, offline work beside it.
+    """Simulate one instance's busiest `SWEEP_S` seconds at each load, offline work beside it.
 
-    `config` is one instance's and names the promises. Units: seconds, tokens.
+    `config` is one instance's and names the promises; `instance`: which of `instance_shares`.
+    Units: seconds, tokens.
     """
-    start_s = busiest_start_s(online, SWEEP_S)
-    busiest = online.between(start_s, start_s + SWEEP_S)
+    mine = instance_shares(online, num_instances)[instance]
+    start_s = busiest_start_s(mine, SWEEP_S)
+    busiest = mine.between(start_s, start_s + SWEEP_S)
     lines = line_share(offline, num_instances)
     num_shares = len(offline) / max(1, len(lines))
     for number, load in enumerate(loads):
         on_progress(number / len(loads))
-        share = at_load(instance_share(busiest, num_instances), load)
+        share = at_load(busiest, load)
         end_s = share.at_s[-1] + DRAIN_PROMISES * config.echo.slo.ttft_s
         results = run(config, share, lines, until_s=end_s)
         sold = offline_tokens_per_s(results, len(lines)) * num_shares

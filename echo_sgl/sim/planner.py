@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echo_sgl.estimators.budget import Target
 from echo_sgl.estimators.floor import slo_floor
+from echo_sgl.sim.instances import instance_shares, line_share
 from echo_sgl.sim.kv_pool import OutOfKvError
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server import Progress, SimServer
@@ -38,9 +38,13 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class PeakTrial:
-    """The peak on one resource without offline work. `load`: value over limit, by target."""
+    """The peak on one resource without offline work, on that instance which does worst.
+
+    `load`: value over limit, by target. `instance`: its place in `instance_shares`.
+    """
 
     resource: Resource
+    instance: int
     load: dict[str, float]
     values_s: dict[str, float]
     binds: str
@@ -50,10 +54,19 @@ class PeakTrial:
     def is_kept(self) -> bool:
         return keeps(self.results, self.load)
 
+    @property
+    def distance(self) -> tuple[bool, bool, float]:
+        """How far from the SLO it is: what has no room at all comes before what is late."""
+        return not self.is_kept, self.results.refused > 0, max(self.load.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was tried, and the whole trace on the smallest resource that keeps the SLO."""
+    """What was tried, and the whole trace on the smallest resource that keeps the SLO.
+
+    `whole`: of the instance that does worst at the peak. `num_too_long`: requests of the whole
+    trace, whatever their instance, whose prompts `chosen` has no room for.
+    """
 
     peak_start_s: float
     num_peak_requests: int
@@ -61,6 +74,7 @@ class Plan:
     chosen: Resource | None
     whole: SimResults | None
     whole_load: dict[str, float]
+    num_too_long: int
     num_lines: int
     num_share_lines: int
 
@@ -68,7 +82,7 @@ class Plan:
     def is_kept_beside(self) -> bool:
         """Whether the SLO holds over the whole trace, with offline work beside it."""
         whole = self.whole
-        if whole is None or whole.refused or whole.is_out_of_kv or whole.online_unfinished:
+        if whole is None or self.num_too_long or whole.is_out_of_kv or whole.online_unfinished:
             return False
         return max(self.whole_load.values()) <= 1.0
 
@@ -82,7 +96,7 @@ class Plan:
         """Of all instances, while there were lines to do."""
         if self.whole is None or not self.num_share_lines:
             return 0.0
-        # The first instance's stretch of the job may be a line longer than the others'.
+        # The stretch of the job that is simulated may be a line longer than the others.
         num_shares = self.num_lines / self.num_share_lines
         return offline_tokens_per_s(self.whole, self.num_share_lines) * num_shares
 
@@ -130,37 +144,61 @@ def make_plan(
     """Try the resources in order of size until one keeps the SLO at the peak; then run it all.
 
     The cheapest comes first if there are `prices` (of one instance, by device), else the one
-    with the fewest instances; then the least KV. Requests go to the instances in turn, offline
-    lines as one stretch of the file each. Of equal instances the first one is simulated.
+    with the fewest instances; then the least KV. Requests go to the instances by chance
+    (`instance_shares`), offline lines as one stretch of the file each. At the peak every instance
+    is simulated; then the one that did worst.
     Units: seconds, tokens.
     """
     peak_start_s = busiest_start_s(online)
-    peak = online.between(peak_start_s, peak_start_s + PEAK_S)
-    trials: list[PeakTrial] = []
+    peak_end_s = peak_start_s + PEAK_S
     ordered = in_order_of_size(resources, tuple(devices), prices)
+    dealt = {num: instance_shares(online, num) for num in {one.num_instances for one in ordered}}
+    trials: list[PeakTrial] = []
     for resource in ordered:
         on_progress(f"peak on {describe(resource)}", len(trials) / len(ordered))
-        trials.append(_try_peak(sized(devices, resource), peak, targets, resource))
+        peaks = [one.between(peak_start_s, peak_end_s) for one in dealt[resource.num_instances]]
+        trials.append(_try_peak(sized(devices, resource), peaks, targets, resource))
         if trials[-1].is_kept:
             break
-    chosen = trials[-1].resource if trials[-1].is_kept else None
-    whole, load = None, dict[str, float]()
+    last = trials[-1]
+    chosen = last.resource if last.is_kept else None
+    whole, load, num_too_long = None, dict[str, float](), 0
     lines = line_share(offline, chosen.num_instances) if chosen else offline
     if chosen is not None:
-        what = f"whole trace on {describe(chosen)}"
-        # Requests that come all at once are a trace of no length: then to the end of the work.
-        end_s = online.at_s[-1] if online.duration_s else math.inf
-        whole = run(
-            sized(devices, chosen),
-            instance_share(online, chosen.num_instances),
-            lines,
-            until_s=end_s,
-            finishes_online=True,
-            on_progress=lambda now_s: on_progress(what, min(1.0, now_s / end_s)),
-        )
+        config, share = sized(devices, chosen), dealt[chosen.num_instances][last.instance]
+        whole = _run_whole(config, share, lines, f"whole trace on {describe(chosen)}", on_progress)
         load = whole.load(targets)
+        num_too_long = sum(not config.takes_prompt(tokens) for tokens in online.prompt_tokens)
     return Plan(
-        peak_start_s, len(peak), tuple(trials), chosen, whole, load, len(offline), len(lines)
+        peak_start_s,
+        len(online.between(peak_start_s, peak_end_s)),
+        tuple(trials),
+        chosen,
+        whole,
+        load,
+        num_too_long,
+        len(offline),
+        len(lines),
+    )
+
+
+def _run_whole(
+    config: ServerConfig,
+    online: Trace,
+    offline: Trace,
+    what: str,
+    on_progress: Callable[[str, float], None],
+) -> SimResults:
+    """One instance under all of its requests, the offline work beside them."""
+    # Requests that come all at once are a trace of no length: then to the end of the work.
+    end_s = online.at_s[-1] if online.duration_s else math.inf
+    return run(
+        config,
+        online,
+        offline,
+        until_s=end_s,
+        finishes_online=True,
+        on_progress=lambda now_s: on_progress(what, min(1.0, now_s / end_s)),
     )
 
 
@@ -190,21 +228,6 @@ def busiest_start_s(trace: Trace, length_s: float = PEAK_S) -> float:
     return best_s
 
 
-def instance_share(trace: Trace, num_instances: int) -> Trace:
-    """What the first of so many instances gets: every n-th request."""
-    return trace if num_instances == 1 else trace.pick(range(0, len(trace), num_instances))
-
-
-def line_share(trace: Trace, num_instances: int) -> Trace:
-    """The first stretch of a job, in order of prompts: lines that share a prefix stay together."""
-    blocks = trace.blocks
-    if num_instances == 1 or blocks is None:
-        return instance_share(trace, num_instances)
-    numbers = sorted(range(len(trace)), key=lambda i: blocks[i])
-    share = trace.pick(numbers[: -(-len(numbers) // num_instances)])
-    return replace(share, at_s=array("d", sorted(share.at_s)))
-
-
 def describe(resource: Resource) -> str:
     many = "instance" if resource.num_instances == 1 else "instances"
     size = f"{resource.kv_tokens:,} KV tokens"
@@ -228,15 +251,31 @@ def out_of_range(results: SimResults, largest: dict[str, int] | None) -> Iterato
 
 
 def _try_peak(
-    config: ServerConfig, peak: Trace, targets: Sequence[Target], resource: Resource
+    config: ServerConfig, peaks: Sequence[Trace], targets: Sequence[Target], resource: Resource
 ) -> PeakTrial:
-    share = instance_share(peak, resource.num_instances)
-    results = run(config, share, None)
+    """The peak on each instance to which somebody comes; the one farthest from the SLO."""
+    trials = (
+        _try_instance(config, peak, targets, resource, instance)
+        for instance, peak in enumerate(peaks)
+        if len(peak)
+    )
+    return max(trials, key=lambda trial: trial.distance)
+
+
+def _try_instance(
+    config: ServerConfig,
+    peak: Trace,
+    targets: Sequence[Target],
+    resource: Resource,
+    instance: int,
+) -> PeakTrial:
+    results = run(config, peak, None)
     return PeakTrial(
         resource,
+        instance,
         results.load(targets),
         {one.name: results.statistic_s(one.metric, one.statistic) for one in targets},
-        binding_limit(config, share, results, targets),
+        binding_limit(config, peak, results, targets),
         results,
     )
 
