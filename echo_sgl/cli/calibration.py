@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 
 from echo_sgl.batch_shape import BatchRow
+from echo_sgl.cli.calibration_grid import Wave, grid
 from echo_sgl.cli.connection import open_blocking_client
 from echo_sgl.cli.server_route import fetch_replicas
 from echo_sgl.cli.steps import StepsError, fetch_steps
@@ -44,7 +45,6 @@ LONE_REQUESTS, LONE_PROMPT_TOKENS = 12, 8
 BESIDE_PROMPT_TOKENS = {1: 9, 8: 10}
 BESIDE_DECODE_TOKENS = 64
 POLL_S = 0.5
-DECODE_TOKENS = 16
 # Ids below these are often special tokens of a tokenizer.
 FIRST_TOKEN_ID = 16
 Note = dict[str, Any]
@@ -53,22 +53,6 @@ Note = dict[str, Any]
 
 class BusyServerError(StepsError):
     """Somebody uses the server; what is measured now would be theirs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """Requests sent at once: (cached tokens, new tokens, tokens to generate) of each.
-
-    All their prompts begin with the same `shared_tokens` tokens, which are cached before.
-    """
-
-    requests: tuple[tuple[int, int, int], ...]
-    shared_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """KV that they hold together."""
-        return self.shared_tokens + sum(sum(request) for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,36 +84,6 @@ class Calibration:
             weights=self.server.get("weights"),
             transformer=self.server.get("transformer"),
         )
-
-
-def grid(server: dict[str, Any], rng: random.Random) -> Iterator[Wave]:
-    """Waves without end: prefills cold and behind a cached prefix, alone and together, decodes.
-
-    All fit the server's limits, so that no step is shaped by a retraction. The largest batches of
-    long contexts fit only because they share a prefix, as a job's requests do.
-    """
-    pool_tokens = server["max_total_tokens"] // 2
-    most = min(server["max_context_tokens"] - DECODE_TOKENS - 1, pool_tokens)
-    chunk = server["chunked_prefill_tokens"] or most
-    longest = min(4 * chunk, most)
-    running = server["max_running_requests"]
-    while True:
-        yield Wave(((0, _length(rng, longest), 1),))
-        cached = _length(rng, longest)
-        yield Wave(((cached, _length(rng, max(1, longest - cached)), 1),))
-        together = rng.randint(2, 8)
-        each = max(1, min(most, min(chunk, pool_tokens) // together + 1))
-        yield Wave(tuple((0, _length(rng, each), 1) for _ in range(together)))
-        batch = min(running, 2 ** rng.randint(0, 6))
-        context = max(1, min(longest, pool_tokens // batch - DECODE_TOKENS))
-        yield Wave(
-            tuple((0, _length(rng, context), rng.randint(2, DECODE_TOKENS)) for _ in range(batch))
-        )
-        batch = min(running, 2 ** rng.randint(1, 6))
-        shared = rng.randint(1, max(1, min(longest, pool_tokens - batch * (DECODE_TOKENS + 1)) - 1))
-        own = min(longest - shared, (pool_tokens - shared) // batch - DECODE_TOKENS)
-        requests = ((0, _length(rng, max(1, own)), DECODE_TOKENS) for _ in range(batch))
-        yield Wave(tuple(requests), shared_tokens=shared)
 
 
 class Driver:
@@ -341,8 +295,3 @@ def fit_all(
     largest = dict(zip(BatchRow._fields, map(int, samples[0].max(axis=0)), strict=True))
     best = choose_best(errors)
     return Calibration(models, errors, best, len(samples[1]), server, largest, host)
-
-
-def _length(rng: random.Random, longest: int) -> int:
-    """Short lengths as often as long ones: uniform in the logarithm."""
-    return max(1, min(longest, int(longest ** rng.random())))

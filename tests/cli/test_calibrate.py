@@ -15,14 +15,8 @@ import pytest
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, rows_of
 from echo_sgl.cli.calibrate import host_line
-from echo_sgl.cli.calibration import (
-    DECODE_TOKENS,
-    Driver,
-    decode_period_s,
-    fit_all,
-    grid,
-    host_gaps,
-)
+from echo_sgl.cli.calibration import Driver, decode_period_s, fit_all, host_gaps
+from echo_sgl.cli.calibration_grid import DECODE_TOKENS, grid
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
@@ -56,10 +50,14 @@ IDLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("context", "pool"), [(2048, 100_000), (1024, 3000), (40_000, 4000)])
-def test_chunks_larger_than_a_request_may_be_are_not_filled(context, pool):
+@pytest.mark.parametrize(
+    ("context", "pool"), [(2048, 100_000), (1024, 3000), (40_000, 4000), (2048, 600)]
+)
+@pytest.mark.parametrize("places", [1, 64, 2048])
+def test_chunks_larger_than_a_request_may_be_are_not_filled(context, pool, places):
     """SGLang sets the chunk by the device's memory, whatever the model's context."""
     limits = {"max_context_tokens": context, "max_total_tokens": pool}
+    limits["max_running_requests"] = places
     server = SERVER | limits | {"chunked_prefill_tokens": 8192}
     for wave in itertools.islice(grid(server, random.Random(0)), 400):
         assert wave.num_tokens <= pool
