@@ -18,8 +18,10 @@ from eval.step_shares import Row, step_shares
 from eval.summary import (
     LATENCIES,
     class_stats,
+    harvest_tokens_per_s,
     harvest_window,
     over_repetitions,
+    ratio,
     steady_window,
     tokens_per_s,
 )
@@ -55,7 +57,7 @@ def run_figures(
     """
     alone, mixed = class_stats(run.online, Task.ONLINE), class_stats(run.mixed, Task.ONLINE)
     window_s = harvest_window(run.mixed, *run.online_window_s)
-    harvest = tokens_per_s(run.mixed, *window_s)
+    harvest = harvest_tokens_per_s(run.mixed, run.online_window_s)
     reached = {"alone": attainment(run.online, slo), "together": attainment(run.mixed, slo)}
     of_ceiling = ratio(harvest, ceiling["tokens_per_s"])
     steps = step_shares(_steps_of(run, window_s))
@@ -136,10 +138,6 @@ def at_equal_attainment(trees: Sequence[Tree]) -> Tree:
 def first_counter(counters: Counters, name: str) -> float | None:
     values = (counter(counters, metric, **labels) for metric, labels in COUNTED[name])
     return next((value for value in values if value is not None), None)
-
-
-def ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
 
 
 def _inflation(mixed: Tree, alone: Tree) -> Tree:

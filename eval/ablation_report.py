@@ -10,6 +10,7 @@ from eval.ablation_figures import ENOUGH_ATTAINMENT
 from eval.ablation_options import WORKLOADS, AblationOptions
 from eval.report import LATENCY_NAMES, ms, spread, table, times
 from eval.step_shares import KINDS
+from eval.summary import MIN_HARVEST_SHARE
 
 Tree = Mapping[str, Any]
 Arms = Mapping[str, Tree]
@@ -212,7 +213,8 @@ def _legend() -> list[str]:
         "",
         "Harvest: prompt + generated tokens of offline lines completed per second while online "
         "requests come; the ceiling is the same arm's without online work. Where the job ran dry "
-        "the harvest's window ends there.",
+        "the harvest's window ends there, and there is none (-) if it lasted for less than "
+        f"{MIN_HARVEST_SHARE:.0%} of that time.",
         "",
         "Room: the share of the steps' time that online requests leave, if each of their tokens "
         "took its part of a full decode step. The harvest of the room is that of the ceiling over "

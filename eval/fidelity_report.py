@@ -19,7 +19,7 @@ from eval.records import Record
 from eval.summary import (
     STEADY_CUT,
     class_stats,
-    harvest_window,
+    harvest_tokens_per_s,
     steady_window,
     streamed_tokens_per_s,
     tokens_per_s,
@@ -188,14 +188,18 @@ def _is_streamed(records: Sequence[Record]) -> bool:
 
 def _speed(
     records: Sequence[Record], window_s: tuple[float, float] | None, *, is_streamed: bool
-) -> float:
-    """The job's tokens a second, as they came if the real answers were streamed."""
+) -> float | None:
+    """The job's tokens a second, as they came if the real answers were streamed.
+
+    None where it was over too early to tell.
+    """
     if not is_streamed:
-        window = steady_window(records) if window_s is None else harvest_window(records, *window_s)
-        return tokens_per_s(records, *window)
+        if window_s is None:
+            return tokens_per_s(records, *steady_window(records))
+        return harvest_tokens_per_s(records, window_s)
     last_s = max(one.end_s or 0.0 for one in records)
-    start_s, end_s = window_s or (STEADY_CUT * last_s, (1.0 - STEADY_CUT) * last_s)
-    return streamed_tokens_per_s(records, *harvest_window(records, start_s, end_s))
+    window_s = window_s or (STEADY_CUT * last_s, (1.0 - STEADY_CUT) * last_s)
+    return harvest_tokens_per_s(records, window_s, speed=streamed_tokens_per_s)
 
 
 def step_evidence(profile: Profile, notes: Sequence[Tree]) -> Tree:

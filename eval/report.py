@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eval.records import LATE_BOUND_S
-from eval.summary import LATENCIES, STEADY_CUT
+from eval.summary import LATENCIES, MIN_HARVEST_SHARE, STEADY_CUT, ratio
 
 Tree = Mapping[str, Any]
 
@@ -69,9 +69,9 @@ def _online(arms: Mapping[str, Tree]) -> list[str]:
         for latency, point in LATENCIES:
             alone = tree["online_alone"][latency][point]
             mixed = tree["online_together"][latency][point]
-            ratio = tree["inflation"][f"{latency}_{point}"]
+            slower = tree["inflation"][f"{latency}_{point}"]
             label = f"{LATENCY_NAMES[latency]} {point}"
-            rows.append([name, label, ms(alone), ms(mixed), times(ratio)])
+            rows.append([name, label, ms(alone), ms(mixed), times(slower)])
         waits = [tree[phase]["ttft_ms"]["max"] for phase in ("online_alone", "online_together")]
         rows.append([name, "longest wait", *map(ms, waits), ""])
     return table(["arm", "", "alone ms", "together ms", "inflation"], rows)
@@ -82,14 +82,14 @@ def _offline(arms: Mapping[str, Tree]) -> list[str]:
     rows = []
     for name, tree in arms.items():
         harvest = tree["harvest_tokens_per_s"]
-        ratio = harvest["median"] / base["median"] if base["median"] else None
+        of_base = ratio(harvest["median"], base["median"])
         rows.append(
             [
                 name,
                 spread(tree["ceiling_tokens_per_s"], "{:.0f}"),
                 spread(harvest, "{:.0f}"),
                 spread(tree["harvest_of_ceiling"], "{:.1%}"),
-                "-" if ratio is None else f"{ratio:.2f}x",
+                "-" if of_base is None else f"{of_base:.2f}x",
                 "yes" if tree["job_ran_dry"]["max"] else "no",
             ]
         )
@@ -130,7 +130,8 @@ def _legend() -> list[str]:
         "Tokens per second are prompt + generated tokens of the lines completed in a window: for "
         f"the ceiling between the first and the last {STEADY_CUT:.0%} of the completions, for the "
         "harvest while online requests come. Where the job ran dry the harvest's window ends "
-        "there. Offline lines given up are those in flight when the phase ended.",
+        f"there, and there is none (-) if it lasted for less than {MIN_HARVEST_SHARE:.0%} of that "
+        "time. Offline lines given up are those in flight when the phase ended.",
     ]
 
 

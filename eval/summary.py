@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from echo_sgl.types import Task
 from eval.records import Record, Status
 
 STEADY_CUT = 0.1
+# Of the time in which online requests come: a job that lasts for less of it has no harvest.
+MIN_HARVEST_SHARE = 0.1
 LATENCIES = (
     ("ttft_ms", "p50"),
     ("ttft_ms", "p99"),
@@ -99,11 +101,30 @@ def steady_window(records: Iterable[Record], cut: float = STEADY_CUT) -> tuple[f
 
 
 def harvest_window(records: Sequence[Record], start_s: float, end_s: float) -> tuple[float, float]:
-    """The window in which online runs, cut where the job ran dry if it did not last so long."""
+    """The window in which online runs, cut where the job ran dry if it did not last so long.
+
+    Empty where the job was over before online requests came.
+    """
     offline = [record for record in records if record.task is Task.OFFLINE]
     if any(r.status is Status.CANCELLED for r in offline):
         return start_s, end_s
-    return start_s, min(end_s, steady_window(offline)[1])
+    return start_s, max(start_s, min(end_s, steady_window(offline)[1]))
+
+
+def harvest_tokens_per_s(
+    records: Sequence[Record],
+    online_window_s: tuple[float, float],
+    *,
+    speed: Callable[[Sequence[Record], float, float], float] = tokens_per_s,
+) -> float | None:
+    """What the job did a second in `harvest_window`; None where that is too short to tell.
+
+    Too short is less than `MIN_HARVEST_SHARE` of the online window: a job that was done before is
+    no job that did nothing.
+    """
+    start_s, end_s = harvest_window(records, *online_window_s)
+    least_s = MIN_HARVEST_SHARE * (online_window_s[1] - online_window_s[0])
+    return None if end_s - start_s < least_s else speed(records, start_s, end_s)
 
 
 def summarise_repetition(
@@ -115,24 +136,25 @@ def summarise_repetition(
     """All figures of one server start: three phases, their ratios, and what went wrong.
 
     `online_window_s` is when online ran in `together`. The ceiling and the harvest count
-    offline prompt + generated tokens of lines completed per second.
+    offline prompt + generated tokens of lines completed per second; the latter is None where the
+    job was over too early.
     """
     window_s = harvest_window(together, *online_window_s)
     alone, mixed = class_stats(online_alone, Task.ONLINE), class_stats(together, Task.ONLINE)
     ceiling = tokens_per_s(offline_alone, *steady_window(offline_alone))
-    harvest = tokens_per_s(together, *window_s)
+    harvest = harvest_tokens_per_s(together, online_window_s)
     return {
         "online_alone": alone,
         "offline_alone": class_stats(offline_alone, Task.OFFLINE),
         "online_together": mixed,
         "offline_together": class_stats(together, Task.OFFLINE),
         "inflation": {
-            f"{name}_{point}": _ratio(mixed[name][point], alone[name][point])
+            f"{name}_{point}": ratio(mixed[name][point], alone[name][point])
             for name, point in LATENCIES
         },
         "ceiling_tokens_per_s": ceiling,
         "harvest_tokens_per_s": harvest,
-        "harvest_of_ceiling": _ratio(harvest, ceiling),
+        "harvest_of_ceiling": ratio(harvest, ceiling),
         "harvest_window_s": window_s[1] - window_s[0],
         "job_ran_dry": window_s[1] < online_window_s[1],
     }
@@ -164,5 +186,6 @@ def _end(record: Record) -> float:
     return record.end_s
 
 
-def _ratio(value: float | None, base: float | None) -> float | None:
+def ratio(value: float | None, base: float | None) -> float | None:
+    """None where one of them is not known, or the base is 0."""
     return value / base if value is not None and base else None

@@ -55,12 +55,13 @@ def run_of(
     tokens: int = 100,
     parks: float | None = None,
     steps: Sequence[Tree] = (),
+    lines_per_s: int = 1,
 ) -> Tree:
     """Ten online requests alone and together, some of them too slow; a hundred lines."""
     late = {"first_token_s": 99.0, "last_token_s": 99.2}
     alone = [online(number, **(late if number < slow_alone else {})) for number in range(10)]
     mixed = [online(number, **(late if number < slow else {})) for number in range(10)]
-    lines = [offline(number, tokens=tokens) for number in range(100)]
+    lines = [offline(number / lines_per_s, tokens=tokens) for number in range(100)]
     counters = {} if parks is None else {"echo_sgl_parks_total{task=offline}": parks}
     records, spans_s = [*mixed, *lines], {"together": (1000.0, 1070.0)}
     run = ArmRun(
@@ -126,10 +127,22 @@ def test_the_ratio_to_the_base_arm_pairs_repetitions() -> None:
     assert alone["echo"]["vs_base"]["median"] is None
 
 
+def test_an_arm_whose_job_is_done_before_online_requests_come_is_no_arm_that_did_nothing() -> None:
+    quick = run_of(lines_per_s=10)
+    assert quick["harvest_tokens_per_s"] is quick["harvest_of_ceiling"] is None
+    assert quick["job_ran_dry"] and quick["steps"]["room"] is quick["harvest_of_room"] is None
+    equal = at_equal_attainment([quick])
+    assert equal["runs"] == 1 and equal["harvest_tokens_per_s"]["median"] is None
+    for base, other in ((quick, run_of()), (run_of(), quick)):
+        summary = summarise({"stock-priority": {1: base}, "echo": {1: other}})
+        assert summary["echo"]["vs_base"]["median"] is None
+
+
 def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> None:
     runs = {
         "stock-priority": {1: run_of(slow=5, tokens=100)},
         "echo": {1: run_of(tokens=300, parks=4.0), 2: run_of(tokens=300, parks=6.0)},
+        "quick": {1: run_of(lines_per_s=10)},
     }
     config = {
         "name": "x", "command": "python -m eval.ablation --name x", "machine": "a machine",
@@ -146,6 +159,8 @@ def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> Non
     assert "NOT MEASURED: bros 1: the server ended" in text
     assert ["stock-priority", "0 of 1", "does not reach it", "-", "-"] in rows
     assert ["echo", "2 of 2", "always", "300", "100.0%"] in rows
+    assert ["quick", "1 of 1", "always", "-", "-"] in rows
+    assert ["quick", "1000", "-", "yes"] in [row[:4] for row in rows]
     assert [
         "echo",
         "2",

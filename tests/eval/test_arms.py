@@ -176,4 +176,8 @@ def test_the_report_shows_command_machine_and_every_arms_figures() -> None:
     assert ["stock", "100", "50", "50.0%", "1.00x", "no"] in rows
     assert ["echo", "100", "100", "100.0%", "2.00x", "no"] in rows
     assert ["echo", "online together", "10", "10", "0", "0", "0"] in rows
+    quick = [offline(number / 10) for number in range(100)]
+    done = over_repetitions([summarise_repetition(alone, lines, [*mixed, *quick], (20, 60))])
+    for arms in ({"stock": slow, "quick": done}, {"quick": done, "stock": slow}):
+        assert "| quick | 100 | - | - | - | yes |" in summary_markdown(config, arms)
     assert ["stock", "25.0%", "25.0%", "0.0%", "0.0%"] in rows

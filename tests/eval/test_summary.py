@@ -13,6 +13,7 @@ from echo_sgl.types import Task
 from eval.records import LATE_BOUND_S, Record, Status, read_records, write_records
 from eval.summary import (
     class_stats,
+    harvest_tokens_per_s,
     harvest_window,
     over_repetitions,
     percentiles_ms,
@@ -188,6 +189,28 @@ def test_the_harvest_window_ends_where_the_job_ran_dry() -> None:
     records = [offline(number) for number in range(100)]
     assert harvest_window(records, 20, 500) == (20, 89)
     assert harvest_window(records, 20, 60) == (20, 60)
+
+
+@pytest.mark.parametrize(("lasts_s", "harvest"), [(23.9, None), (24.1, 1000.0), (29.0, 1000.0)])
+def test_a_job_that_lasts_for_less_than_a_tenth_of_the_window_has_no_harvest(
+    lasts_s: float, harvest: float | None
+) -> None:
+    """Online requests come from second 20 to 60; ten lines end every second until the cut."""
+    lines = [offline(lasts_s - number / 10) for number in range(200)]
+    ramp = [offline(lasts_s + 1.0) for _ in range(23)]
+    assert steady_window([*lines, *ramp])[1] == lasts_s
+    told = harvest_tokens_per_s([*lines, *ramp], (20.0, 60.0))
+    assert told == (None if harvest is None else pytest.approx(harvest, rel=0.05))
+
+
+def test_a_job_that_was_done_before_online_requests_came_is_not_taken_for_none() -> None:
+    alone = [online(number) for number in range(10)]
+    lines, quick = ([offline(number / rate) for number in range(100)] for rate in (1, 10))
+    tree = summarise_repetition(alone, lines, [*alone, *quick], (20, 80))
+    assert tree["harvest_tokens_per_s"] is None and tree["harvest_of_ceiling"] is None
+    assert tree["job_ran_dry"] and tree["harvest_window_s"] == 0
+    merged = over_repetitions([tree, tree])
+    assert merged["harvest_tokens_per_s"]["median"] is None
 
 
 def test_a_repetition_compares_together_with_alone() -> None:
