@@ -16,7 +16,7 @@ import pytest
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, rows_of
 from echo_sgl.cli.calibrate import host_line
 from echo_sgl.cli.calibration import Driver, decode_period_s, fit_all, host_gaps
-from echo_sgl.cli.calibration_grid import DECODE_TOKENS, grid
+from echo_sgl.cli.calibration_grid import AT_ONCE_DECODE_TOKENS, MOST_AT_ONCE, Wave, grid
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
@@ -72,7 +72,7 @@ def test_every_wave_of_the_grid_fits_the_server():
         assert wave.num_tokens <= SERVER["max_total_tokens"]
         assert len(wave.requests) <= SERVER["max_running_requests"]
         for cached, new, generated in wave.requests:
-            assert cached >= 0 and new >= 1 and 1 <= generated <= DECODE_TOKENS
+            assert cached >= 0 and new >= 1 and 1 <= generated <= AT_ONCE_DECODE_TOKENS
             context = wave.shared_tokens + cached + new + generated
             assert context <= SERVER["max_context_tokens"]
             contexts.append((len(wave.requests), context))
@@ -81,6 +81,54 @@ def test_every_wave_of_the_grid_fits_the_server():
     assert max(wave.requests[0][1] for wave in waves) > SERVER["chunked_prefill_tokens"]
     # Full batches of contexts that would not fit the pool without their shared prefix.
     assert max(batch * context for batch, context in contexts) > 4 * SERVER["max_total_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("places", "pool", "largest"),
+    [(16, 200_000, 16), (300, 200_000, 300), (4096, 200_000, MOST_AT_ONCE), (4096, 20_000, 125)],
+)
+def test_batches_grow_to_the_servers_places_as_far_as_the_pool_holds_them(
+    places: int, pool: int, largest: int
+) -> None:
+    server = SERVER | {"max_running_requests": places, "max_total_tokens": pool}
+    waves = list(itertools.islice(grid(server, random.Random(0)), 400))
+    assert max(len(wave.requests) for wave in waves) == largest
+    large = [len(wave.requests) for wave in waves if wave.is_large and len(wave.requests) > 1]
+    assert large == [size for size in (128, 256, 512) if size < largest] + [largest] * (places > 64)
+
+
+@pytest.mark.parametrize(
+    ("context", "pool", "longest"),
+    [(40_000, 200_000, 39_983), (40_000, 4000, 3484), (1024, 200_000, 1007)],
+)
+def test_prompts_grow_to_what_context_and_pool_allow_each_length_once(
+    context: int, pool: int, longest: int
+) -> None:
+    server = SERVER | {"max_context_tokens": context, "max_total_tokens": pool}
+    waves = list(itertools.islice(grid(server, random.Random(0)), 400))
+    large = [wave.requests[0][1] for wave in waves if wave.is_large]
+    assert large == sorted(set(large)) and all(2 * a >= b for a, b in itertools.pairwise(large))
+    assert longest == (large[-1] if large else 4 * SERVER["chunked_prefill_tokens"] - 17)
+
+
+def test_a_slow_server_is_spared_the_larger_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token takes 10 ms here: a large wave must not take a tenth of the time and be followed."""
+    now_s, sent = [0.0], list[Wave]()
+
+    def send(driver: Driver, wave: Wave) -> None:
+        sent.append(wave)
+        now_s[0] += 0.01 * wave.num_tokens
+
+    monkeypatch.setattr("echo_sgl.cli.calibration.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("echo_sgl.cli.calibration.fetch_steps", lambda *args: [IDLE])
+    monkeypatch.setattr(Driver, "_send", send)
+    for seconds, num_large in ((60.0, 1), (100_000.0, 6)):
+        server = SERVER | {"max_context_tokens": 40_000, "max_total_tokens": 200_000}
+        driver, now_s[0] = Driver("http://127.0.0.1:9", None, random.Random(0)), 0.0
+        driver.server = server
+        driver._drive(seconds, on_wave=lambda share: None)
+        assert sum(wave.is_large for wave in sent) == num_large and now_s[0] >= seconds
+        sent.clear()
 
 
 def linear_steps(count: int) -> tuple[Any, Any]:
