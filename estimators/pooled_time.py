@@ -22,7 +22,7 @@ from echo_sgl.estimators.samples import (
 NUM_PREFILL = 6
 # Tokens, and requests, from which on each further one may cost more, or less.
 KNEES_TOKENS = (32, 64, 128, 256, 512, 1024)
-KNEES_REQUESTS = (2, 4, 8, 16, 32, 64)
+KNEES_REQUESTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class PooledBatchTime(BatchTimeModel):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from echo_sgl.batch_shape import StepKind
+from echo_sgl.batch_shape import BatchShape, StepKind, rows_of
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.held_out import held_out_errors
 from echo_sgl.estimators.roofline_time import Transformer
@@ -112,6 +113,22 @@ def test_pooled_finds_the_knees_and_the_cached_prefix():
         "decode_request_beyond",
     ):
         assert found[name] == pytest.approx(truth.coefficients_[name], rel=0.2), name
+
+
+@pytest.mark.parametrize("knee", [128.0, 256.0, 512.0])
+def test_pooled_finds_the_knee_of_batches_of_hundreds(knee):
+    rng, shapes = random.Random(0), []
+    for _ in range(200):
+        shape = BatchShape()
+        for _ in range(int(2 ** rng.uniform(0, 10.5))):
+            shape.add_decode(rng.randint(1, 100))
+        shapes.append(shape)
+    known = true_model("pooled").coefficients_ | {"decode_knee": knee}
+    truth = unfitted("pooled").with_coefficients(known)
+    rows = np.concatenate([random_rows(60, seed=1, kinds=(StepKind.PREFILL,)), rows_of(shapes)])
+    found = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.01, seed=2)).coefficients_
+    assert found["decode_knee"] == knee
+    assert found["decode_request_beyond"] == pytest.approx(known["decode_request_beyond"], rel=0.2)
 
 
 def test_pooled_has_no_knee_beyond_which_too_few_steps_went():
