@@ -8,20 +8,50 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from sqlalchemy import update
 
+from echo_sgl.batches.store import work
 from echo_sgl.batches.store.database import DATABASE_NAME, StoreError, open_database
 from echo_sgl.batches.store.job_store import JobStore, open_store
-from echo_sgl.batches.store.schema import metadata
+from echo_sgl.batches.store.schema import COMPLETED, lines, metadata
 from tests.batches.conftest import OpenStore
-from tests.batches.rows import (
-    add_batch,
-)
+from tests.batches.rows import add_batch
 
 
 def test_the_migrations_make_the_schema_that_the_code_has(store: JobStore) -> None:
     with store.database.write() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
+
+
+def test_what_is_deleted_is_not_written_over_first(tmp_path: Path) -> None:
+    """A full disk has no room for that, and others would wait meanwhile."""
+    store = open_store(tmp_path)
+    number = add_batch(store, 40)
+    with store.database.write() as connection:
+        connection.execute(update(lines).values(outcome=COMPLETED, record=b"x" * 100_000))
+    with store.database.read() as connection:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    with store.database.write() as connection:
+        work.delete_lines(connection, number)
+    assert (tmp_path / f"{DATABASE_NAME}-wal").stat().st_size < 400_000
+    store.close()
+
+
+def test_a_journal_that_grew_does_not_stay_that_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo_sgl.batches.store.database._MAX_IDLE_JOURNAL_BYTES", 500_000)
+    store = open_store(tmp_path)
+    number = add_batch(store, 40)
+    with store.database.write() as connection:
+        connection.execute(update(lines).values(outcome=COMPLETED, record=b"x" * 100_000))
+    journal = tmp_path / f"{DATABASE_NAME}-wal"
+    assert journal.stat().st_size > 4_000_000
+    with store.database.write() as connection:
+        work.delete_lines(connection, number)
+    assert journal.stat().st_size <= 500_000
+    store.close()
 
 
 def test_a_newer_schema_is_refused_and_left_alone(store_at: OpenStore) -> None:
