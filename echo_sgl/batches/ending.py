@@ -7,6 +7,7 @@ from sqlalchemy import Connection
 from echo_sgl.batches.replies import unanswered_record
 from echo_sgl.batches.store import batch_rows, files, work
 from echo_sgl.batches.store.batch_rows import BatchRow
+from echo_sgl.batches.store.files import FileRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result
 
@@ -69,8 +70,15 @@ def delete_expired_files(store: JobStore) -> None:
         for file in gone:
             files.delete_file(connection, file)
     for file in gone:
-        if file.source == "blob":
-            store.blobs.delete(file.id)
+        delete_content(store, file)
+
+
+def delete_content(store: JobStore, file: FileRow) -> None:
+    """Delete what a file held whose row says that it is gone, or that has none. Blocks."""
+    if file.source == "blob":
+        store.blobs.delete(file.id)
+    else:
+        files.delete_records(store.database, file)
 
 
 def _record_unanswered(store: JobStore, batch: BatchRow) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from sqlalchemy import Connection
 
 from echo_sgl.batches.api_errors import ApiError, not_found
+from echo_sgl.batches.ending import delete_content
 from echo_sgl.batches.limits import Rate, UploadsUnderWay, check_storage
 from echo_sgl.batches.objects import HOUR_S, batch_object, file_object, page_object
 from echo_sgl.batches.store import batch_rows, bounds, files, work
@@ -146,8 +147,7 @@ class BatchService:
                     409, f"{user} still reads this file; cancel it first, or wait for its end"
                 )
             files.delete_file(connection, file)
-        if file.source == "blob":
-            self.store.blobs.delete(file.id)
+        delete_content(self.store, file)
         return {"id": file_id, "object": "file", "deleted": True}
 
     def create_batch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ PURPOSES = ("batch", "batch_output")
 OUTCOME_OF_SOURCE = {"completed": COMPLETED, "failed": FAILED}
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _SLICE_BYTES = 1_000_000
+_DELETE_BYTES = 64_000_000  # about what one transaction deletes
+_PAUSE_S = 0.1  # who waits for SQLite's lock looks that often
+_GONE_AT_S = 0.0
 FileRow = Row[Any]
 
 
@@ -75,21 +79,31 @@ def open_batch_of(connection: Connection, file_id: str) -> str | None:
 
 
 def delete_file(connection: Connection, file: FileRow) -> None:
-    """Forget a file and, of an output or error file, the records that were its content.
+    """Nobody sees the file from now on; of its content `delete_records` or `Blobs.delete` rids us.
 
-    Not the records if the file is gone: its batch was retried, and they stand in its next one.
+    Not of records whose file is gone: its batch was retried, and they stand in its next one.
     """
-    # Nobody retries the batch meanwhile.
+    if file.source not in OUTCOME_OF_SOURCE:
+        connection.execute(delete(files).where(files.c.number == file.number))
+        return
+    # Nobody retries the batch meanwhile, nor later without this file.
     batch = select(batches.c.number).where(batches.c.number == file.batch_number)
     connection.execute(batch.with_for_update())
-    is_there = connection.execute(delete(files).where(files.c.number == file.number)).rowcount == 1
-    if is_there and file.source in OUTCOME_OF_SOURCE:
-        outcome = OUTCOME_OF_SOURCE[file.source]
-        connection.execute(
-            delete(lines).where(
-                lines.c.batch_number == file.batch_number, lines.c.outcome == outcome
-            )
-        )
+    ours = files.c.number == file.number
+    connection.execute(update(files).where(ours).values(expires_at_s=_GONE_AT_S))
+
+
+def delete_records(database: Database, file: FileRow) -> None:
+    """Delete the records of an output or error file that nobody sees any more, and then its row.
+
+    Others write in between. Cut short, it is done again: the file is among the `expired_files`.
+    """
+    num_each = _records_in(file, _DELETE_BYTES)
+    while True:
+        with database.write() as connection:
+            if not _delete_some(connection, file, num_each):
+                return
+        time.sleep(_PAUSE_S)
 
 
 def extend_file(connection: Connection, file_id: str, until_s: float) -> None:
@@ -114,7 +128,7 @@ def blob_ids(connection: Connection) -> set[str]:
 
 def record_slices(database: Database, file: FileRow) -> Iterator[bytes]:
     """Content of an output or error file: its batch's records, about a megabyte at a time."""
-    records_each = max(1, _SLICE_BYTES * file.num_lines // max(1, file.num_bytes))
+    num_each = min(_records_in(file, _SLICE_BYTES), 2000)
     position = -1
     while True:
         query = (
@@ -125,7 +139,7 @@ def record_slices(database: Database, file: FileRow) -> Iterator[bytes]:
                 lines.c.outcome == OUTCOME_OF_SOURCE[file.source],
             )
             .order_by(lines.c.position)
-            .limit(min(records_each, 2000))
+            .limit(num_each)
         )
         with database.read() as connection:
             found = connection.execute(query).all()
@@ -133,6 +147,28 @@ def record_slices(database: Database, file: FileRow) -> Iterator[bytes]:
             return
         position = found[-1].position
         yield b"".join(row.record + b"\n" for row in found)
+
+
+def _records_in(file: FileRow, num_bytes: int) -> int:
+    return max(1, num_bytes * int(file.num_lines) // max(1, int(file.num_bytes)))
+
+
+def _delete_some(connection: Connection, file: FileRow, num_records: int) -> bool:
+    """Delete the next records of a file, and its row with the last; whether any are left."""
+    ours = (files.c.number == file.number) & (files.c.expires_at_s == _GONE_AT_S)
+    # Other servers may be at it too, or be done.
+    if connection.execute(select(files.c.number).where(ours).with_for_update()).first() is None:
+        return False
+    outcome = OUTCOME_OF_SOURCE[file.source]
+    records = (lines.c.batch_number == file.batch_number) & (lines.c.outcome == outcome)
+    query = select(lines.c.position).where(records).order_by(lines.c.position).limit(num_records)
+    positions = connection.execute(query).scalars().all()
+    if positions:
+        connection.execute(delete(lines).where(records, lines.c.position <= positions[-1]))
+    if len(positions) == num_records:
+        return True
+    connection.execute(delete(files).where(ours))
+    return False
 
 
 def _visible(tenant: str, now_s: float) -> Select[Any]:
