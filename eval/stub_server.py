@@ -36,8 +36,11 @@ SLOW_S = 60.0
 class StubModel:
     """Answers prompts while `opened`; `calls` gets one line per answer, which survives a kill."""
 
-    def __init__(self, delay_s: float, calls: Path | None = None) -> None:
+    def __init__(
+        self, delay_s: float, calls: Path | None = None, *, name: str | None = None
+    ) -> None:
         self._delay_s = delay_s
+        self.name = name or MODEL
         self._times: Counter[str] = Counter()
         self.opened = asyncio.Event()
         self.opened.set()
@@ -141,7 +144,7 @@ def create_plain_app(model: StubModel) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        return {"object": "list", "data": [{"id": model.name, "object": "model"}]}
 
     @app.post(COMPLETIONS_URL)
     @app.post(CHAT_URL)

@@ -3,7 +3,8 @@
 A server's process must not spend seconds of its interpreter on a user's file, nor die of it.
 Standard input: one JSON object of `CheckRules`, `path` with it. Standard output: one JSON object
 with the problems, then one JSON array a line in prefix order:
-[line_number, offset_bytes, num_bytes, custom_id, tokens].
+[line_number, offset_bytes, num_bytes, custom_id, tokens]; or {"is_elsewhere": true} for a file
+that is left to another server.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from echo_sgl.batches.job_file import JobFile, JobFileError, JobLimits, LineProblem, check_job_file
+from echo_sgl.batches.job_file import (
+    JobFile,
+    JobFileError,
+    JobLimits,
+    LineProblem,
+    check_job_file,
+    is_served,
+)
 
 MAX_PROBLEMS = 100
 MAX_PROBLEMS_BYTES = 32_768  # every answer about the batch carries them
@@ -30,11 +38,15 @@ NICENESS = 10
 
 @dataclass(frozen=True, slots=True)
 class CheckRules:
-    """What the lines of a batch must agree with."""
+    """What the lines of a batch must agree with.
+
+    `elsewhere` are the models of each other server, none if they are not known.
+    """
 
     endpoint: str
     models: Sequence[str]
     max_lines: int
+    elsewhere: Sequence[Sequence[str]] = ()
 
 
 def main() -> None:
@@ -58,6 +70,9 @@ def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
         yield _head([{"code": "empty_file", "message": empty, "param": None, "line": None}])
         return
     problems = list(job.problems) + list(_wrong_urls(job, rules.endpoint))
+    if not problems and _is_elsewhere({entry.model for entry in job.entries}, rules):
+        yield orjson.dumps({"is_elsewhere": True})
+        return
     # A wrong model is said of lines that are otherwise right.
     if not problems and rules.models:
         job = job.restrict_models(rules.models)
@@ -73,6 +88,17 @@ def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
     for entry in job.in_prefix_order():
         place = [entry.line_number, entry.offset, entry.length, entry.custom_id, entry.tokens]
         yield orjson.dumps(place)
+
+
+def _is_elsewhere(models: Collection[str], rules: CheckRules) -> bool:
+    """Whether this server lacks one of these models and another one may have them all."""
+    if not rules.models or _has_all(rules.models, models):
+        return False
+    return any(not others or _has_all(others, models) for others in rules.elsewhere)
+
+
+def _has_all(served: Collection[str], models: Iterable[str]) -> bool:
+    return all(is_served(model, served) for model in models)
 
 
 def _first(problems: Iterable[LineProblem]) -> list[dict[str, Any]]:

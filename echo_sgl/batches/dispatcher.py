@@ -65,7 +65,7 @@ class Dispatcher:
         self._rate = RateMeter()
         self._look = asyncio.Event()
         self._ends = asyncio.Event()
-        self._lease = Lease(store)
+        self._lease = Lease(store, engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._validator = Validator(
             store, engine, self._threads, max_lines=config.max_lines, on_checked=self._look.set

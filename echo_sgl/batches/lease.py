@@ -1,12 +1,13 @@
-"""Says in a shared database that this server is alive, whatever else keeps it busy."""
+"""Says in a shared database that this server is alive, whatever it is busy with, and its models."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from echo_sgl.batches.store import work
+from echo_sgl.batches.line_engine import LineEngine
+from echo_sgl.batches.store import offers, work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.validator import safely
 
@@ -20,8 +21,9 @@ class Lease:
     A private database needs none, because no other server looks at it.
     """
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, engine: LineEngine) -> None:
         self._store = store
+        self._engine = engine
         self._thread = ThreadPoolExecutor(1, "echo-lease")
         self._is_held = asyncio.Event()
         self._is_wanted = store.database.is_shared
@@ -32,6 +34,7 @@ class Lease:
         """Renew until cancelled, or not wanted any more."""
         while self._is_wanted:
             await safely(self._renew)
+            await safely(self._say_models)
             await asyncio.sleep(RENEW_S)
 
     async def once_held(self, step: Callable[[], Awaitable[None]]) -> None:
@@ -54,3 +57,15 @@ class Lease:
         with self._store.database.write() as connection:
             until_s = self._store.clock() + LEASE_S
             work.renew_lease(connection, self._store.server_id, until_s)
+
+    async def _say_models(self) -> None:
+        """The lease does not wait for long for a server that does not answer."""
+        asked_at_s = self._store.clock()
+        async with asyncio.timeout(RENEW_S):
+            models = await self._engine.models()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._write_models, models, asked_at_s)
+
+    def _write_models(self, models: Sequence[str], asked_at_s: float) -> None:
+        with self._store.database.write() as connection:
+            offers.say_models(connection, self._store.server_id, models, asked_at_s)

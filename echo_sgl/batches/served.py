@@ -1,4 +1,4 @@
-"""Which batches this server can work on: a restart may have given it another model."""
+"""Which batches this server can work on: others, or a start before it, may have other models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from echo_sgl.batches.job_file import is_served
 from echo_sgl.batches.line_engine import LineEngine
 from echo_sgl.batches.store.batch_rows import BatchRow
+from echo_sgl.batches.store.offers import Offer
 
 logger = logging.getLogger(__name__)
 
@@ -45,3 +46,44 @@ class ServedBatches:
     def _is_foreign(self, row: BatchRow) -> bool:
         has_model = row.model is None or is_served(row.model, self._models)
         return not has_model or row.endpoint not in self._engine.endpoints
+
+
+class LeftToOthers:
+    """Batches whose files name models that this server lacks and another one has, or may have.
+
+    They wait unchecked, until what the servers have changes. What a server said before a batch was
+    created does not count: it may have loaded an adapter since.
+    """
+
+    def __init__(self, server_id: str) -> None:
+        self._server_id = server_id
+        self._offers: Sequence[Offer] = ()
+        self._left: dict[int, dict[str, Sequence[str]]] = {}
+
+    def look(self, offers: Sequence[Offer], rows: Iterable[BatchRow]) -> set[int]:
+        """Numbers of the open batches that are still left to others, who now offer this."""
+        self._offers = offers
+        kept = {row.number: self._models(row) for row in rows if row.number in self._left}
+        self._left = {
+            number: models for number, models in kept.items() if models == self._left[number]
+        }
+        return set(self._left)
+
+    def models_of_others(self, batch: BatchRow) -> list[Sequence[str]]:
+        """The models of each other live server, none if they are not known."""
+        found = self._models(batch)
+        return [models for server, models in found.items() if server != self._server_id]
+
+    def leave(self, batch: BatchRow) -> None:
+        """Leave a batch to the others, until they offer something else than at the last look."""
+        self._left[batch.number] = self._models(batch)
+        logger.warning(
+            "%s names models that this server does not have, and waits for one that has them",
+            batch.id,
+        )
+
+    def _models(self, batch: BatchRow) -> dict[str, Sequence[str]]:
+        return {
+            offer.server: offer.models if offer.said_at_s >= batch.created_at_s else []
+            for offer in self._offers
+        }

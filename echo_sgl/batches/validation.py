@@ -46,6 +46,7 @@ class Validation:
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
+        self.is_elsewhere = False  # the batch was left to a server that has its models
 
     def run(self) -> None:
         """Check and put the lines in; blocks, so run it in a thread.
@@ -91,6 +92,9 @@ class Validation:
         if not (first := output.readline()):
             return False
         head = orjson.loads(first)
+        if head.get("is_elsewhere"):
+            self.is_elsewhere = True
+            return True
         if head["problems"]:
             self._fail_with(head["problems"])
             return True

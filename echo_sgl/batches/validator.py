@@ -16,7 +16,8 @@ from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from echo_sgl.batches.check_upload import CheckRules
 from echo_sgl.batches.line_engine import LineEngine
-from echo_sgl.batches.store import batch_rows, work
+from echo_sgl.batches.served import LeftToOthers
+from echo_sgl.batches.store import batch_rows, offers, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.validation import NotOursError, Validation
@@ -64,6 +65,7 @@ class Validator:
         self._checking = ThreadPoolExecutor(1, "echo-validation")
         self._held: int | None = None
         self._troubles: dict[int, _Trouble] = {}
+        self._left = LeftToOthers(store.server_id)
         self._turns: dict[str, int] = {}  # of tenants with a batch that waits: their last one
         self._num_turns = 0
         self._rng = random.Random()  # jitter only
@@ -88,7 +90,8 @@ class Validator:
                 return
             try:
                 models = await self._engine.models()
-                rules = CheckRules(batch.endpoint, models, self._max_lines)
+                elsewhere = self._left.models_of_others(batch)
+                rules = CheckRules(batch.endpoint, models, self._max_lines, elsewhere)
                 await safely(partial(self._check, batch, Validation(self._store, batch, rules)))
             finally:
                 await loop.run_in_executor(self._threads, self._release)
@@ -97,6 +100,8 @@ class Validator:
     async def _check(self, batch: BatchRow, validation: Validation) -> None:
         try:
             await self._finish(batch, validation)
+            if validation.is_elsewhere:
+                self._left.leave(batch)
         except Exception as error:
             trouble = self._troubles.setdefault(batch.number, _Trouble())
             self._put_off(batch, trouble, error)
@@ -135,9 +140,11 @@ class Validator:
         self._release()
         with self._store.database.read() as connection:
             rows = batch_rows.open_batches(connection)
+            found = offers.live_offers(connection, self._store.clock())
         tenants = {row.number: row.tenant for row in rows if row.status == "validating"}
         waiting = set(tenants)
         elsewhere = {row.number for row in rows if row.endpoint not in self._engine.endpoints}
+        elsewhere |= self._left.look(found, rows)
         put_off = self._still_put_off(waiting) | (waiting & elsewhere)
         if waiting <= put_off:
             return None

@@ -15,6 +15,7 @@ from echo_sgl.batches.lease import LEASE_S
 from echo_sgl.batches.store import batch_rows, work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import lines
+from eval.stub_server import StubModel
 from tests.batches.client import job, running_stub, until
 from tests.batches.conftest import OpenStore
 from tests.batches.rows import add_batch
@@ -100,6 +101,33 @@ def test_what_a_dead_server_held_is_done_by_another_when_its_lease_ends(
             assert batch.completed_at is not None
             assert batch.completed_at >= int(lease["until"])
             assert len(await stub.records(batch.output_file_id)) == 50
+
+    asyncio.run(main())
+
+
+def test_each_job_is_done_by_the_server_that_has_its_model(
+    tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if database_url is None:
+        pytest.skip("SQLite belongs to one server")
+    monkeypatch.setattr("echo_sgl.batches.lease.RENEW_S", 0.2)
+
+    async def main() -> None:
+        a, b = StubModel(0.0, name="model-a"), StubModel(0.0, name="model-b")
+        async with (
+            running_stub(tmp_path / "a", database_url=database_url, model=a) as one,
+            running_stub(tmp_path / "b", database_url=database_url, model=b) as two,
+        ):
+            content = job(["hello"]).replace(b'"stub"', b'"model-b"')
+            for server in (one, two, one, two):
+                batch = await server.create(content)
+                assert (await server.ended(batch.id)).status == "completed"
+            batch = await one.create(job(["hello"]))
+            found = await one.ended(batch.id)
+            assert found.errors is not None
+            assert found.errors.data is not None
+            assert found.errors.data[0].code == "model_not_found"
+        assert (a.max_running, b.max_running) == (0, 1)
 
     asyncio.run(main())
 

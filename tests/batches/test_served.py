@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from echo_sgl.batches.lines import EMBEDDINGS_URL, URLS
+from echo_sgl.batches.store import offers, work
+from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
+from echo_sgl.batches.store.schema import batches
 from echo_sgl.batches.validator import Validator
 from eval import stub_server
 from tests.batches.client import Stub, job
+from tests.batches.rows import NOW_S
 from tests.batches.test_validation import add_batch
 
 Live = Callable[..., None]
@@ -46,6 +52,67 @@ def test_a_batch_of_another_model_waits_for_a_server_that_has_it(
     live_sqlite(first_again)
     said = "is for /v1/completions of stub and waits for a server that has it; this one has"
     assert sum(said in message for message in caplog.messages) == 1
+
+
+def validator_of(store: JobStore, *models: str) -> Validator:
+    """The validator of a server that has these models."""
+
+    async def named() -> Sequence[str]:
+        return models
+
+    engine: Any = SimpleNamespace(endpoints=URLS, models=named)
+    return Validator(store, engine, ThreadPoolExecutor(1), max_lines=9, on_checked=lambda: None)
+
+
+def say(store: JobStore, server: str, *models: str, at_s: float = NOW_S) -> None:
+    with store.database.write() as connection:
+        work.renew_lease(connection, server, store.clock() + 1000)
+        offers.say_models(connection, server, models, at_s)
+
+
+def check(validator: Validator, store: JobStore) -> BatchRow:
+    """The only batch, after its file was checked if it was to be."""
+    asyncio.run(validator._check_waiting())
+    with store.database.read() as connection:
+        return connection.execute(select(batches)).one()
+
+
+def test_a_file_for_a_model_of_another_server_is_left_to_it_while_it_lives(
+    store: JobStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_batch(store)
+    say(store, "other", "its own", "stub")
+    ours = validator_of(store, "mine")
+    for _ in range(2):
+        found = check(ours, store)
+        assert (found.status, found.owner) == ("validating", None)
+    assert sum("waits for one that has them" in message for message in caplog.messages) == 1
+    with store.database.write() as connection:
+        work.forget_servers(connection, "other")
+    found = check(ours, store)
+    assert (found.status, found.errors[0]["code"]) == ("failed", "model_not_found")
+    ours.close()
+
+
+def test_the_server_that_has_the_model_checks_what_another_one_left(store: JobStore) -> None:
+    add_batch(store)
+    say(store, "other", "stub")
+    ours, other = validator_of(store, "mine"), validator_of(store, "stub")
+    assert check(ours, store).status == "validating"
+    assert check(other, store).status == "in_progress"
+    ours.close()
+    other.close()
+
+
+def test_what_a_server_said_before_the_batch_was_created_decides_nothing(store: JobStore) -> None:
+    """It may have loaded the adapter since that the lines name."""
+    add_batch(store)
+    ours = validator_of(store, "mine")
+    say(store, "other", "its own", at_s=NOW_S - 1)
+    assert check(ours, store).status == "validating"
+    say(store, "other", "its own")
+    assert check(ours, store).status == "failed"
+    ours.close()
 
 
 def test_files_for_an_endpoint_of_other_servers_are_left_to_them(store: JobStore) -> None:

@@ -119,12 +119,15 @@ ranges = Table(
     Column("owner", String(64)),
 )
 
-# Servers that are alive; what a server owns is anybody's once its lease has run out.
+# Servers that are alive; what a server owns is anybody's once its lease has run out. `models` are
+# the names that it serves, as it said at `models_said_at_s`.
 servers = Table(
     "servers",
     metadata,
     Column("id", String(64), primary_key=True),
     Column("lease_until_s", Float(53), nullable=False),
+    Column("models", JSON),
+    Column("models_said_at_s", Float(53)),
 )
 
 # Uploaded content where servers share a database but no disk.
