@@ -121,7 +121,7 @@ class BatchService:
                 tenant,
                 self.store.clock(),
                 purpose=purpose,
-                after=self._file(connection, tenant, after) if after else None,
+                after=self._file(connection, tenant, after, "after") if after else None,
                 limit=limit + 1,
                 ascending=order == "asc",
             )
@@ -201,7 +201,7 @@ class BatchService:
 
     def list_batches(self, tenant: str, *, after: str | None, limit: int) -> dict[str, Any]:
         with self.store.database.read() as connection:
-            last = self._batch(connection, tenant, after) if after else None
+            last = self._batch(connection, tenant, after, "after") if after else None
             found = batch_rows.list_batches(connection, tenant, after=last, limit=limit + 1)
         shown = [batch_object(row) for row in found[:limit]]
         return page_object(shown, has_more=len(found) > limit)
@@ -282,13 +282,19 @@ class BatchService:
         return found
 
     def _batch(
-        self, connection: Connection, tenant: str, batch_id: str, *, to_change: bool = False
+        self,
+        connection: Connection,
+        tenant: str,
+        batch_id: str,
+        param: str = "batch_id",
+        *,
+        to_change: bool = False,
     ) -> BatchRow:
         found = None
         if _ID.fullmatch(batch_id):
             found = batch_rows.find_batch(connection, batch_id, tenant, to_change=to_change)
         if found is None:
-            raise not_found("batch", batch_id, "batch_id")
+            raise not_found("batch", batch_id, param)
         return found
 
     def _check_endpoint(self, endpoint: str) -> None:

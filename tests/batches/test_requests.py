@@ -230,6 +230,15 @@ def test_bodies_that_are_no_json_or_too_long_are_refused(live_sqlite) -> None:
     live_sqlite(life)
 
 
+@pytest.mark.parametrize(("path", "kind"), [("/v1/files", "file-"), ("/v1/batches", "batch_")])
+def test_a_page_after_what_never_was_says_which_parameter_is_wrong(live_sqlite, path, kind) -> None:
+    async def life(stub: Stub) -> None:
+        answer = await stub.http().get(path, params={"after": kind + "0" * 32})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "after")
+
+    live_sqlite(life)
+
+
 NUL = "%00"
 
 
