@@ -68,7 +68,8 @@ def delete_expired_files(store: JobStore) -> None:
             if files.open_batch_of(connection, file.id) is None
         ]
         for file in gone:
-            files.delete_file(connection, file)
+            files.delete_file(connection, file, store.clock())
+        files.forget_gone(connection, store.clock())
     for file in gone:
         delete_content(store, file)
 

@@ -121,7 +121,7 @@ class BatchService:
                 tenant,
                 self.store.clock(),
                 purpose=purpose,
-                after=self._file(connection, tenant, after, "after") if after else None,
+                after=self._number(connection, tenant, after) if after else None,
                 limit=limit + 1,
                 ascending=order == "asc",
             )
@@ -146,7 +146,7 @@ class BatchService:
                 raise ApiError(
                     409, f"{user} still reads this file; cancel it first, or wait for its end"
                 )
-            files.delete_file(connection, file)
+            files.delete_file(connection, file, self.store.clock())
         delete_content(self.store, file)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -279,6 +279,13 @@ class BatchService:
         found = self._find(connection, tenant, file_id) if _ID.fullmatch(file_id) else None
         if found is None:
             raise not_found("file", file_id, param)
+        return found
+
+    def _number(self, connection: Connection, tenant: str, after: str) -> int:
+        """Where a list goes on, also after a file that its reader has deleted."""
+        found = files.find_number(connection, after, tenant) if _ID.fullmatch(after) else None
+        if found is None:
+            raise not_found("file", after, "after")
         return found
 
     def _batch(

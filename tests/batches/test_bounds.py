@@ -202,7 +202,7 @@ def test_chunks_of_a_file_whose_row_is_gone_are_swept_at_a_start(shared_at: Open
     store = shared_at("a")
     kept, gone = add_file(store, b"kept"), add_file(store, b"gone")
     with store.database.write() as connection:
-        files.delete_file(connection, gone)  # and then the server dies
+        files.delete_file(connection, gone, store.clock())  # and then the server dies
     again = shared_at("b")
     with again.database.read() as connection:
         left = connection.execute(select(blob_chunks.c.blob_id)).scalars().all()

@@ -230,6 +230,19 @@ def test_bodies_that_are_no_json_or_too_long_are_refused(live_sqlite) -> None:
     live_sqlite(life)
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_whoever_pages_through_files_may_delete_them_on_the_way(live, order) -> None:
+    async def life(stub: Stub) -> None:
+        uploaded = [await stub.upload(line("a")) for _ in range(5)]
+        seen = []
+        async for file in stub.client.files.list(limit=2, order=order):
+            await stub.client.files.delete(file.id)
+            seen.append(file.id)
+        assert sorted(seen) == sorted(uploaded)
+
+    live(life)
+
+
 @pytest.mark.parametrize(("path", "kind"), [("/v1/files", "file-"), ("/v1/batches", "batch_")])
 def test_a_page_after_what_never_was_says_which_parameter_is_wrong(live_sqlite, path, kind) -> None:
     async def life(stub: Stub) -> None:

@@ -170,7 +170,7 @@ def test_an_output_file_that_a_retry_took_away_takes_no_answers_with_it(store: J
     with store.database.write() as connection:
         batch_rows.reopen_batch(connection, ended, NOW_S)
     with store.database.write() as connection:
-        files.delete_file(connection, output)  # asked for before, and late
+        files.delete_file(connection, output, NOW_S)  # asked for before, and late
     files.delete_records(store.database, output)
     claim(store, number)
     answer(store, number, [1, 3], done=Span(1, 4))
@@ -190,7 +190,7 @@ def test_a_large_output_file_is_deleted_in_parts_and_never_seen_without_one(
     assert output is not None
     monkeypatch.setattr(files, "_DELETE_BYTES", 4 * output.num_bytes // 9)
     with store.database.write() as connection:
-        files.delete_file(connection, output)
+        files.delete_file(connection, output, NOW_S)
     broken = BreaksAfter(store.database, num_writes=1)
     with pytest.raises(OSError, match="made up"):
         files.delete_records(broken, output)
@@ -217,6 +217,20 @@ class BreaksAfter(Database):
             raise OSError("made up")
         with self._database.write() as connection:
             yield connection
+
+
+def test_where_a_deleted_file_stood_is_known_for_a_day_and_to_its_tenant_only(
+    store: JobStore,
+) -> None:
+    file = add_file(store)
+    with store.database.write() as connection:
+        files.delete_file(connection, file, NOW_S)
+        assert files.find_number(connection, file.id, "one") == file.number
+        assert files.find_number(connection, file.id, "two") is None
+        files.forget_gone(connection, NOW_S + DAY_S)
+        assert files.find_number(connection, file.id, "one") == file.number
+        files.forget_gone(connection, NOW_S + DAY_S + 1)
+        assert files.find_number(connection, file.id, "one") is None
 
 
 def found_file(store: JobStore, file_id: str | None) -> files.FileRow | None:

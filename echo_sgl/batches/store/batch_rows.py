@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, case, delete, func, insert, literal, or_, select, update
 
-from echo_sgl.batches.store.files import extend_file, new_file_id
+from echo_sgl.batches.store.files import extend_file, new_file_id, remember_gone
 from echo_sgl.batches.store.schema import FAILED, batches, files, lines, ranges
 from echo_sgl.batches.window import MAX_CRASHES
 
@@ -205,7 +205,9 @@ def reopen_batch(connection: Connection, batch: BatchRow, now_s: float) -> None:
     connection.execute(update(lines).where(to_blame).values(crashes=MAX_CRASHES - 1))
     connection.execute(update(lines).where(failed).values(outcome=None, record=None))
     connection.execute(insert(ranges).values(batch_number=batch.number, start=first, end=last + 1))
-    connection.execute(delete(files).where(files.c.batch_number == batch.number))
+    results = files.c.batch_number == batch.number
+    remember_gone(connection, results, now_s)
+    connection.execute(delete(files).where(results))
     expires_at_s = now_s + batch.completion_window_s
     extend_file(connection, batch.input_file_id, expires_at_s)
     ended = ("finalizing", "completed", "expired", "cancelling", "cancelled")

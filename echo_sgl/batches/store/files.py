@@ -7,10 +7,23 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    union_all,
+    update,
+)
 
 from echo_sgl.batches.store.database import Database
-from echo_sgl.batches.store.schema import COMPLETED, FAILED, batches, files, lines
+from echo_sgl.batches.store.schema import COMPLETED, FAILED, batches, files, gone_files, lines
 
 PURPOSES = ("batch", "batch_output")
 OUTCOME_OF_SOURCE = {"completed": COMPLETED, "failed": FAILED}
@@ -19,6 +32,7 @@ _SLICE_BYTES = 1_000_000
 _DELETE_BYTES = 64_000_000  # about what one transaction deletes
 _PAUSE_S = 0.1  # who waits for SQLite's lock looks that often
 _GONE_AT_S = 0.0
+_REMEMBER_S = 86_400.0
 FileRow = Row[Any]
 
 
@@ -44,19 +58,40 @@ def list_files(
     now_s: float,
     *,
     purpose: str | None,
-    after: FileRow | None,
+    after: int | None,
     limit: int,
     ascending: bool,
 ) -> Sequence[FileRow]:
-    """One page of the tenant's files; `after` is the last row of the page before."""
+    """One page of the tenant's files; `after` is the number of the last one before."""
     query = _visible(tenant, now_s)
     if purpose is not None:
         query = query.where(files.c.purpose == purpose)
     if after is not None:
-        beyond = files.c.number > after.number if ascending else files.c.number < after.number
+        beyond = files.c.number > after if ascending else files.c.number < after
         query = query.where(beyond)
     order = files.c.number if ascending else files.c.number.desc()
     return connection.execute(query.order_by(order).limit(limit)).all()
+
+
+def find_number(connection: Connection, file_id: str, tenant: str) -> int | None:
+    """Where a file of the tenant stands, or stood if it was deleted lately."""
+    queries = (
+        select(table.c.number).where(table.c.id == file_id, table.c.tenant == tenant)
+        for table in (files, gone_files)
+    )
+    return connection.execute(union_all(*queries).limit(1)).scalar()
+
+
+def remember_gone(connection: Connection, gone: ColumnElement[bool], now_s: float) -> None:
+    """Keep where these files stand, which are about to be deleted, for `find_number`."""
+    found = select(files.c.id, files.c.tenant, files.c.number, literal(now_s)).where(gone)
+    names = ["id", "tenant", "number", "gone_at_s"]
+    connection.execute(insert(gone_files).from_select(names, found))
+
+
+def forget_gone(connection: Connection, now_s: float) -> None:
+    """Nobody goes on with a list after that long."""
+    connection.execute(delete(gone_files).where(gone_files.c.gone_at_s < now_s - _REMEMBER_S))
 
 
 def count_files(connection: Connection, tenant: str) -> tuple[int, int]:
@@ -78,18 +113,19 @@ def open_batch_of(connection: Connection, file_id: str) -> str | None:
     return connection.execute(query).scalar()
 
 
-def delete_file(connection: Connection, file: FileRow) -> None:
+def delete_file(connection: Connection, file: FileRow, now_s: float) -> None:
     """Nobody sees the file from now on; of its content `delete_records` or `Blobs.delete` rids us.
 
     Not of records whose file is gone: its batch was retried, and they stand in its next one.
     """
+    ours = files.c.number == file.number
+    remember_gone(connection, ours & (files.c.expires_at_s != _GONE_AT_S), now_s)
     if file.source not in OUTCOME_OF_SOURCE:
-        connection.execute(delete(files).where(files.c.number == file.number))
+        connection.execute(delete(files).where(ours))
         return
     # Nobody retries the batch meanwhile, nor later without this file.
     batch = select(batches.c.number).where(batches.c.number == file.batch_number)
     connection.execute(batch.with_for_update())
-    ours = files.c.number == file.number
     connection.execute(update(files).where(ours).values(expires_at_s=_GONE_AT_S))
 
 

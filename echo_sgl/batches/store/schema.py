@@ -48,6 +48,17 @@ files = Table(
     Index("files_by_tenant", "tenant", "number"),
 )
 
+# Where files stood that were deleted lately: whoever pages through them may go on after one.
+gone_files = Table(
+    "gone_files",
+    metadata,
+    Column("id", String(64), nullable=False),
+    Column("tenant", String(128), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("gone_at_s", Float(53), nullable=False),
+    Index("gone_files_by_id", "id"),
+)
+
 # `owner` is the server that validates or finalises the batch; `ends_as` what it becomes then.
 batches = Table(
     "batches",
