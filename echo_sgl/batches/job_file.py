@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import stat
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,21 @@ class LineReader:
         )
 
 
+def open_job_file(path: Path) -> BinaryIO:
+    """The file, from its beginning.
+
+    Errors: `JobFileError` for a pipe, which gives its lines once only: they are checked before they
+    are sent. `OSError` when it cannot be opened.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise JobFileError(
+            f"job file {path} is no regular file, and a job is read more than once. Write the "
+            "lines to a file first, and name that"
+        )
+    return path.open("rb")
+
+
 def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
     """Read the whole file once and check every line; `limits` make the reading end earlier.
 
@@ -156,7 +172,7 @@ def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
     problems: list[LineProblem] = []
     first_uses: dict[str, int] = {}
     try:
-        with path.open("rb") as file:
+        with open_job_file(path) as file:
             for line_number, offset, raw in _raw_lines(file, digest):
                 is_line = not is_blank(raw)
                 num_found = len(entries), len(problems)

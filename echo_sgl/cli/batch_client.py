@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import orjson
 
+from echo_sgl.batches.job_file import JobFileError
 from echo_sgl.cli.connection import open_blocking_client
 from echo_sgl.cli.server_route import holds
 from echo_sgl.errors import EchoError
@@ -93,16 +95,22 @@ class BatchClient:
             raise
 
     def upload(self, jobs: Path) -> str:
-        """The id of a new file."""
+        """The id of a new file. Errors: `JobFileError` when it grows or shrinks meanwhile."""
         with jobs.open("rb") as content:
-            uploaded = self._call(
-                "POST",
-                "/v1/files",
-                ("id",),
-                data={"purpose": "batch"},
-                files={"file": (jobs.name, content, "application/jsonl")},
-                timeout=UPLOAD_TIMEOUT_S,
-            )
+            try:
+                uploaded = self._call(
+                    "POST",
+                    "/v1/files",
+                    ("id",),
+                    data={"purpose": "batch"},
+                    files={"file": (jobs.name, content, "application/jsonl")},
+                    timeout=UPLOAD_TIMEOUT_S,
+                )
+            except h11.LocalProtocolError as error:  # which httpx lets through as it is
+                raise JobFileError(
+                    f"job file {jobs} was changed while it was uploaded; no batch was made. Run "
+                    "the command again when nobody writes to it"
+                ) from error
         return str(uploaded["id"])
 
     def create(

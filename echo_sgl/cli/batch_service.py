@@ -273,12 +273,14 @@ def result_paths(output: Path, errors: Path | None) -> JournalPaths:
 def endpoint_of(jobs: Path) -> str:
     """The `url` of a job file's first line: all lines of a batch go to one endpoint.
 
-    Errors: `JobError` when the file cannot be read or its first line is no request.
+    Errors: `JobError` when the file cannot be read or its first line is no request, `JobFileError`
+    when it is a pipe.
     """
+    from echo_sgl.batches.job_file import open_job_file
     from echo_sgl.batches.lines import LineError, parse_line
 
     try:
-        with jobs.open("rb") as file:
+        with open_job_file(jobs) as file:
             lines = (line.removeprefix(b"\xef\xbb\xbf") for line in file)
             first = next((line for line in lines if line.strip()), b"")
         return parse_line(first.rstrip(b"\r\n")).url

@@ -1,0 +1,94 @@
+"""`echo-sgl batch` given what it cannot use: one sentence and exit code 2, and nothing is sent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from httpx._multipart import FileField
+
+from echo_sgl.batches.job_file import JobFileError
+from echo_sgl.cli.batch_client import BatchClient
+from tests.cli.jobs import completion_line, run_cli, write_job
+from tests.cli.stubs import StubServer
+
+MODEL = "stub"
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server whose model is made up; the batch service is the real one."""
+    folder = tmp_path_factory.mktemp("stub")
+    server = StubServer(folder, "--state-dir", str(folder / "state"))
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    return write_job(tmp_path / "jobs.jsonl", [completion_line("a", model=MODEL)])
+
+
+def refusal(*arguments: object) -> str:
+    """What a command says that ends with exit code 2, in one line."""
+    result = run_cli(*arguments)
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    [line] = result.stderr.splitlines()
+    return line
+
+
+def files(stub: str) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = httpx.get(f"{stub}/v1/files").json()["data"]
+    return listed
+
+
+# Job files
+
+
+@pytest.mark.parametrize("command", ["submit", "run", "run --direct"])
+def test_a_pipe_is_refused_as_a_job_file_for_it_can_be_read_only_once(
+    stub: str, jobs: Path, command: str
+) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, jobs.read_bytes())
+    os.close(write_end)
+    pipe = f"/proc/{os.getpid()}/fd/{read_end}"
+    output = () if command == "submit" else ("-o", jobs.with_name("out.jsonl"))
+    said = refusal("batch", *command.split(), pipe, *output, "--url", stub)
+    os.close(read_end)
+    assert f"job file {pipe} is no regular file" in said
+    assert "Write the lines to a file first" in said
+    assert not files(stub)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, 1)
+
+
+@pytest.mark.parametrize("change", [grow, shrink])
+def test_a_file_that_changes_while_it_is_uploaded_is_named_as_what_is_wrong(
+    stub: str, jobs: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = FileField.render_data
+
+    def render_changed(self: FileField) -> Iterator[bytes]:
+        """The file's length is told by now, its content is not read."""
+        change(jobs)
+        return render(self)
+
+    monkeypatch.setattr(FileField, "render_data", render_changed)
+    client = BatchClient(stub, None)
+    with pytest.raises(JobFileError, match="was changed while it was uploaded"):
+        client.upload(jobs)
+    client.close()
+    assert not files(stub)
