@@ -96,6 +96,7 @@ class BatchClient:
 
     def upload(self, jobs: Path) -> str:
         """The id of a new file. Errors: `JobFileError` when it grows or shrinks meanwhile."""
+        name = jobs.name.encode(errors="replace").decode()  # a name on disk need not be UTF-8
         with jobs.open("rb") as content:
             try:
                 uploaded = self._call(
@@ -103,7 +104,7 @@ class BatchClient:
                     "/v1/files",
                     ("id",),
                     data={"purpose": "batch"},
-                    files={"file": (jobs.name, content, "application/jsonl")},
+                    files={"file": (name, content, "application/jsonl")},
                     timeout=UPLOAD_TIMEOUT_S,
                 )
             except h11.LocalProtocolError as error:  # which httpx lets through as it is

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -42,9 +41,9 @@ def refusal(*arguments: object) -> str:
     return line
 
 
-def files(stub: str) -> list[dict[str, Any]]:
-    listed: list[dict[str, Any]] = httpx.get(f"{stub}/v1/files").json()["data"]
-    return listed
+def uploads(stub: str) -> list[str]:
+    """Names of the files that the server holds."""
+    return [file["filename"] for file in httpx.get(f"{stub}/v1/files").json()["data"]]
 
 
 # Job files
@@ -54,6 +53,7 @@ def files(stub: str) -> list[dict[str, Any]]:
 def test_a_pipe_is_refused_as_a_job_file_for_it_can_be_read_only_once(
     stub: str, jobs: Path, command: str
 ) -> None:
+    before = uploads(stub)
     read_end, write_end = os.pipe()
     os.write(write_end, jobs.read_bytes())
     os.close(write_end)
@@ -63,7 +63,7 @@ def test_a_pipe_is_refused_as_a_job_file_for_it_can_be_read_only_once(
     os.close(read_end)
     assert f"job file {pipe} is no regular file" in said
     assert "Write the lines to a file first" in said
-    assert not files(stub)
+    assert uploads(stub) == before
 
 
 def grow(path: Path) -> None:
@@ -79,6 +79,7 @@ def shrink(path: Path) -> None:
 def test_a_file_that_changes_while_it_is_uploaded_is_named_as_what_is_wrong(
     stub: str, jobs: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = uploads(stub)
     render = FileField.render_data
 
     def render_changed(self: FileField) -> Iterator[bytes]:
@@ -91,4 +92,13 @@ def test_a_file_that_changes_while_it_is_uploaded_is_named_as_what_is_wrong(
     with pytest.raises(JobFileError, match="was changed while it was uploaded"):
         client.upload(jobs)
     client.close()
-    assert not files(stub)
+    assert uploads(stub) == before
+
+
+def test_a_job_file_whose_name_is_not_utf_8_is_handed_over(stub: str, jobs: Path) -> None:
+    job = jobs.rename(jobs.with_name(os.fsdecode(b"caf\xe9.jsonl")))
+    submitted = run_cli("batch", "submit", job, "--url", stub)
+    assert submitted.returncode == 0, submitted.stderr
+    assert "caf?.jsonl" in uploads(stub)
+    done = run_cli("batch", "run", job, "-o", job.with_name("out.jsonl"), "--url", stub)
+    assert done.returncode == 0, done.stderr
