@@ -24,6 +24,7 @@ from echo_sgl.batches.job_file import (
     check_job_file,
 )
 from echo_sgl.batches.journal import Journal, JournalError, JournalPaths
+from echo_sgl.cli.batch_service import result_paths
 from echo_sgl.cli.connection import LOST, Connection, first_of, open_client
 from echo_sgl.cli.sender import Sender, SendOptions
 from echo_sgl.cli.tally import Display, Tally
@@ -54,8 +55,8 @@ class BatchRun:
 
     @property
     def journal_paths(self) -> JournalPaths:
-        """Errors: `JournalError` when a file that is written is the one that is read."""
-        paths = JournalPaths.beside(self.output, self.errors)
+        """Errors: those of `result_paths`, `JournalError` also when one is the job file."""
+        paths = result_paths(self.output, self.errors)
         for path in (paths.output, paths.errors, paths.state):
             if path.resolve() == self.jobs.resolve():
                 raise JournalError(f"{path} is the job file itself; choose another --output")

@@ -102,3 +102,23 @@ def test_a_job_file_whose_name_is_not_utf_8_is_handed_over(stub: str, jobs: Path
     assert "caf?.jsonl" in uploads(stub)
     done = run_cli("batch", "run", job, "-o", job.with_name("out.jsonl"), "--url", stub)
     assert done.returncode == 0, done.stderr
+
+
+# Results
+
+
+@pytest.mark.parametrize(
+    "options", ["-o .", "--output=", "--output folder", "-o out.jsonl --errors folder"]
+)
+@pytest.mark.parametrize("mode", [(), ("--direct",)])
+def test_run_refuses_a_folder_as_output_as_results_does(
+    stub: str,
+    jobs: Path,
+    options: str,
+    mode: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(jobs.parent)
+    jobs.with_name("folder").mkdir()
+    said = refusal("batch", "run", jobs, *options.split(), *mode, "--url", stub)
+    assert "which is a folder; name a file in it" in said
