@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from echo_sgl.cli.text import batch_id, utf_8
 from echo_sgl.errors import EchoError
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ Key = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-BatchId = Annotated[str, typer.Argument(help="The id that submit printed: batch_...")]
+BatchId = Annotated[
+    str, typer.Argument(help="The id that submit printed: batch_...", callback=batch_id)
+]
 Every = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -55,6 +58,7 @@ def submit(
 
         echo-sgl batch submit jobs.jsonl --url http://127.0.0.1:30000 --window 6h
     """
+    window = utf_8("--window", window)
     pairs = dict(_pair(item) for item in metadata or [])
     with connected(url, api_key) as client:
         batch = client.submit(jobs, endpoint=endpoint_of(jobs), window=window, metadata=pairs)
@@ -64,7 +68,9 @@ def submit(
 def list_(
     url: Url = DEFAULT_URL,
     limit: Annotated[int, typer.Option(help="How many, at most.", min=1, max=100)] = 20,
-    after: Annotated[str | None, typer.Option(help="Go on behind the batch of this id.")] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Go on behind the batch of this id.", callback=batch_id)
+    ] = None,
     api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
@@ -298,7 +304,7 @@ def _act(action: str, batch_id: str, url: str, api_key: str | None, as_json: boo
 
 
 def _pair(item: str) -> tuple[str, str]:
-    key, separator, value = item.partition("=")
+    key, separator, value = utf_8("--metadata", item).partition("=")
     if not separator or not key:
         raise JobError(f"--metadata is {item!r}; write it as KEY=VALUE")
     return key, value

@@ -9,9 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 from httpx._multipart import FileField
+from typer.testing import CliRunner
 
 from echo_sgl.batches.job_file import JobFileError
+from echo_sgl.cli import app
 from echo_sgl.cli.batch_client import BatchClient
+from echo_sgl.cli.text import TextError, batch_id
 from tests.cli.jobs import completion_line, run_cli, write_job
 from tests.cli.stubs import StubServer
 
@@ -122,3 +125,43 @@ def test_run_refuses_a_folder_as_output_as_results_does(
     jobs.with_name("folder").mkdir()
     said = refusal("batch", "run", jobs, *options.split(), *mode, "--url", stub)
     assert "which is a folder; name a file in it" in said
+
+
+# Text that no request can carry
+
+NOT_UTF_8 = os.fsdecode(b"a\xff")
+
+
+@pytest.mark.parametrize("given", [NOT_UTF_8, "a\x01b", "", "..", "a?limit=1", "a#b"])
+@pytest.mark.parametrize(
+    "command",
+    ["status", "watch", "cancel", "retry", "pause", "resume", "results -o o", "list --after"],
+)
+def test_an_id_that_no_batch_can_have_is_refused_before_anything_is_asked(
+    command: str, given: str
+) -> None:
+    with pytest.raises(TextError, match=r"allowed are letters.* `echo-sgl batch list`") as caught:
+        CliRunner().invoke(app, ["batch", *command.split(), given], catch_exceptions=False)
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["batch_1", "batches/x-1", "YWI6Yw=="])
+def test_an_id_as_other_servers_have_them_is_taken(given: str) -> None:
+    assert batch_id(given) == given
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("batch", "submit", "jobs.jsonl", "--metadata", f"k={NOT_UTF_8}"),
+        ("batch", "submit", "jobs.jsonl", "--window", NOT_UTF_8),
+        ("explain", NOT_UTF_8),
+    ],
+)
+def test_text_that_is_not_utf_8_is_refused_by_its_name(
+    stub: str, jobs: Path, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(jobs.parent)
+    said = refusal(*arguments, "--url", stub)
+    assert "whose bytes are not UTF-8" in said
+    assert arguments[-2].removeprefix("explain") in said
