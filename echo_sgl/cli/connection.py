@@ -40,6 +40,10 @@ class ApiKeyError(EchoError, ValueError):
     """A key that no request can carry."""
 
 
+class ProxyError(EchoError, ValueError):
+    """A proxy in the environment that no request can go through."""
+
+
 class NotReadyError(Exception):
     """The server is there but cannot take work yet."""
 
@@ -76,9 +80,18 @@ def open_client(url: str, api_key: str | None, max_connections: int) -> httpx.As
 
 
 def open_blocking_client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
-    """A client for calls one after the other, or of a few threads."""
-    limits = httpx.Limits(keepalive_expiry=IDLE_S)
-    return httpx.Client(base_url=url, headers=bearer(api_key), timeout=timeout_s, limits=limits)
+    """A client for calls one after the other, or of a few threads.
+
+    Errors: `ApiKeyError`, `ProxyError`.
+    """
+    limits, headers = httpx.Limits(keepalive_expiry=IDLE_S), bearer(api_key)
+    try:
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, limits=limits)
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise ProxyError(
+            f"the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names cannot be used ({error}). "
+            "Name one as http://HOST:PORT, or unset the variable"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

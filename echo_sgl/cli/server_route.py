@@ -27,16 +27,17 @@ def fetch(
 ) -> dict[str, Any]:
     """The JSON object that the server answers on a path; it holds at least what it `needs`.
 
-    Errors: `ServerRouteError` when it cannot be reached, refuses, or does not know the route.
+    Errors: `ServerRouteError` when it cannot be reached, refuses, or does not know the route; those
+    of `open_blocking_client`.
     """
     import httpx
 
-    from echo_sgl.cli.connection import bearer
+    from echo_sgl.cli.connection import open_blocking_client
 
     query: dict[str, Any] = dict(params)
-    headers = bearer(api_key)
     try:
-        reply = httpx.get(f"{url}{path}", params=query, headers=headers, timeout=FETCH_TIMEOUT_S)
+        with open_blocking_client(url, api_key, FETCH_TIMEOUT_S) as client:
+            reply = client.get(path, params=query)
     except (httpx.RequestError, httpx.InvalidURL) as error:
         raise ServerRouteError(
             f"no server answers at {url} ({error}). Is it running, and is --url right?"

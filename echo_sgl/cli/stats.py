@@ -94,12 +94,16 @@ def scrape(url: str) -> dict[Task, TaskFigures]:
 def fetch_metrics(url: str, parse: Callable[[str], T]) -> T:
     """Fetch `/metrics` and parse it by a function that finds nothing (falsy) without Echo.
 
-    Errors: `ScrapeError` when the server cannot be reached or shows no metric of Echo's.
+    Errors: `ScrapeError` when the server cannot be reached or shows no metric of Echo's,
+    `ProxyError`.
     """
     import httpx
 
+    from echo_sgl.cli.connection import open_blocking_client
+
     try:
-        reply = httpx.get(f"{url}/metrics", timeout=SCRAPE_TIMEOUT_S, follow_redirects=True)
+        with open_blocking_client(url, None, SCRAPE_TIMEOUT_S) as client:
+            reply = client.get("/metrics", follow_redirects=True)
     except httpx.InvalidURL as error:
         raise ServerUrlError(url, str(error)) from error
     except httpx.RequestError as error:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from echo_sgl.cli import app
 from echo_sgl.cli.batch_client import AwayError, BatchClient, BatchServiceError
 from echo_sgl.cli.batch_service import endpoint_of
-from echo_sgl.cli.connection import ApiKeyError
+from echo_sgl.cli.connection import ApiKeyError, ProxyError
 from echo_sgl.cli.replay import Replayer, ReplayError, read_job
 from echo_sgl.cli.server_route import ServerRouteError
 from echo_sgl.errors import EchoError
@@ -304,6 +304,19 @@ def test_a_key_that_no_request_can_carry_is_refused_without_showing_it(
     with pytest.raises(ApiKeyError, match="allowed are ASCII letters") as caught:
         run(odd, command)
     assert KEY not in str(caught.value)
+
+
+# Proxies
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "foo://127.0.0.1:1", "http://x:y"])
+@pytest.mark.parametrize("command", ["stats", "explain job-17", "batch list"])
+def test_a_proxy_that_cannot_be_used_is_named_as_what_is_wrong(
+    odd: OddServer, command: str, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(ProxyError, match=r"ALL_PROXY names cannot be used.*or unset"):
+        run(odd, command)
 
 
 # Replays
