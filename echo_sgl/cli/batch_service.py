@@ -33,6 +33,8 @@ BatchId = Annotated[
     str, typer.Argument(help="The id that submit printed: batch_...", callback=batch_id)
 ]
 Every = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
+# Characters; a terminal breaks what is too long for it, where a table would cut ids to fit.
+TABLE_WIDTH = 1000
 DEFAULT_URL = "http://127.0.0.1:30000"
 
 
@@ -89,7 +91,7 @@ def list_(
     if as_json:
         _show(page, as_json, "")
         return
-    Console(soft_wrap=True).print(batch_table(page["data"]))
+    Console(width=TABLE_WIDTH, soft_wrap=True).print(batch_table(page["data"]))
 
 
 def status(

@@ -44,8 +44,9 @@ class Progress:
 
 
 def batch_table(batches: list[dict[str, Any]]) -> Table:
-    """One row per batch, newest first."""
-    table = Table("id", "status", "created", "done", "failed", "total", "hits")
+    """One row per batch, newest first; without lines, which a narrow terminal would break."""
+    names = ("id", "status", "created", "done", "failed", "total", "hits")
+    table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for batch in batches:
         counts = counts_of(batch)
         table.add_row(

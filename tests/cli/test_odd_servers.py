@@ -236,6 +236,17 @@ def test_a_batch_that_failed_has_no_results_and_takes_none_away(odd: OddServer) 
     assert Path("out.jsonl").read_text() == "of before\n"
 
 
+@pytest.mark.parametrize("width", ["20", "80"])
+def test_ids_stand_in_a_list_whole_however_narrow_the_terminal_is(
+    odd: OddServer, width: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    ids = [f"batch_{index:032x}" for index in range(3)]
+    odd.usual = 200, json.dumps({"data": [BATCH | {"id": id} for id in ids]})
+    _, *rows = run(odd, "batch list").stdout.splitlines()
+    assert [row.split()[0] for row in rows] == ids
+
+
 def test_a_server_that_knows_batches_but_not_how_to_pause_them_is_told_apart(
     odd: OddServer,
 ) -> None:
