@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ class AwayError(BatchServiceError):
 
 
 class OutputError(EchoError, OSError):
-    """Results cannot be written where they should."""
+    """Results cannot be fetched, or not be written where they should."""
 
 
 class BatchClient:
@@ -174,19 +175,18 @@ class BatchClient:
         be written.
         """
         try:
-            if path.exists() and not path.is_file():
+            if _is_special(path):
                 with path.open("wb") as output:
                     self._copy_content(file_id, output.write)
                 return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f"{path.name}.part")
+            draft = _draft_beside(path)
             with draft.open("wb") as output:
                 self._copy_content(file_id, output.write)
                 output.flush()
                 os.fsync(output.fileno())
             draft.replace(path)
         except OSError as error:
-            raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+            raise _unwritable(path, error) from error
 
     def _copy_content(self, file_id: str | None, write: Callable[[bytes], object]) -> None:
         if file_id is None:
@@ -249,6 +249,37 @@ class BatchClient:
             f"no server answers at {self.url} ({type(error).__name__}). Is it running, and is "
             "--url right? Batches go on by themselves once it does"
         )
+
+
+def check_writable(path: Path) -> None:
+    """Try what `download` will do, and leave nothing behind but the folder.
+
+    Errors: `OutputError` when it would fail.
+    """
+    try:
+        if _is_special(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        draft = _draft_beside(path)
+        draft.open("ab").close()
+        draft.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
+def _draft_beside(path: Path) -> Path:
+    """Where a file is written before it takes its place; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f"{path.name}.part")
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"{path} cannot be written: {error.strerror}")
 
 
 def wait_ended(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,14 @@ from rich.text import Text
 
 from echo_sgl.batches.job_file import JobFile, check_job_file
 from echo_sgl.batches.journal import JournalError
-from echo_sgl.cli.batch_client import TOO_MANY, AwayError, BatchClient, BatchServiceError
+from echo_sgl.cli.batch_client import (
+    TOO_MANY,
+    AwayError,
+    BatchClient,
+    BatchServiceError,
+    OutputError,
+    check_writable,
+)
 from echo_sgl.cli.batch_service import download, watch_batch
 from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, summary
 
@@ -39,7 +47,7 @@ def hand_over(plan: BatchRun) -> int | None:
         return None
     client = BatchClient(plan.urls[0], plan.api_key)
     try:
-        if plan.journal_paths.state.exists():
+        if os.path.exists(plan.journal_paths.state):  # a folder that is closed holds none
             return None
         if (has_service := _has_service(client)) is False:
             return None
@@ -121,6 +129,9 @@ def _submitted(plan: BatchRun, client: BatchClient, endpoint: str, run_id: str) 
 
 def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> int:
     console = _console()
+    paths = plan.journal_paths
+    for path in (paths.output, paths.errors):
+        check_writable(path)
     name = f"{job.sha256}:{plan.output.absolute()}"
     run_id = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
     batch = _find(plan, client, run_id)
@@ -140,10 +151,21 @@ def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> in
     if batch["status"] == "failed":
         console.print(summary(batch))
         return EXIT_FAILED
-    paths = plan.journal_paths
-    download(client, batch, paths.output, paths.errors)
+    _fetch(plan, client, batch)
     _sum_up(plan, batch, console)
     return EXIT_OK if batch["status"] == "completed" or _is_answered(batch) else EXIT_FAILED
+
+
+def _fetch(plan: BatchRun, client: BatchClient, batch: dict[str, Any]) -> None:
+    """Errors: `OutputError`, which says how to get at the answers all the same."""
+    paths = plan.journal_paths
+    try:
+        download(client, batch, paths.output, paths.errors)
+    except (OutputError, BatchServiceError) as error:
+        raise OutputError(
+            f"{error}. The answers stay on the server; fetch them with: "
+            f"echo-sgl batch results {batch['id']} -o OUTPUT --url {client.url}"
+        ) from error
 
 
 def _find(plan: BatchRun, client: BatchClient, run_id: str) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from echo_sgl.batches.job_file import JobFileError
 from echo_sgl.cli import app
-from echo_sgl.cli.batch_client import BatchClient
+from echo_sgl.cli.batch_client import BatchClient, OutputError, check_writable
 from echo_sgl.cli.text import TextError, batch_id
 from tests.cli.jobs import completion_line, run_cli, write_job
 from tests.cli.stubs import StubServer
@@ -125,6 +125,39 @@ def test_run_refuses_a_folder_as_output_as_results_does(
     jobs.with_name("folder").mkdir()
     said = refusal("batch", "run", jobs, *options.split(), *mode, "--url", stub)
     assert "which is a folder; name a file in it" in said
+
+
+@pytest.mark.parametrize("output", ["jobs.jsonl/out", "/proc/x/y", f"{'o' * 250}.jsonl"])
+def test_run_finds_out_that_results_cannot_be_written_before_it_hands_the_job_over(
+    stub: str, jobs: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(jobs.parent)
+    before = uploads(stub)
+    said = refusal("batch", "run", jobs, "-o", output, "--url", stub)
+    assert f"{output} cannot be written" in said
+    assert uploads(stub) == before
+
+
+def test_what_is_tried_before_is_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    check_writable(path)
+    assert not list(path.parent.iterdir())
+    path.write_text("before")
+    check_writable(path)
+    assert [path.read_text()] == [file.read_text() for file in path.parent.iterdir()]
+    check_writable(Path("/dev/null"))
+
+
+def test_run_says_how_to_fetch_results_that_it_could_not_write(
+    stub: str, jobs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: BatchClient, file_id: str | None, path: Path) -> None:
+        raise OutputError(f"{path} cannot be written: No space left on device")
+
+    monkeypatch.setattr(BatchClient, "download", refuse)
+    arguments = ["batch", "run", str(jobs), "-o", str(jobs.with_name("o")), "--url", stub]
+    with pytest.raises(OutputError, match=r"No space.* batch results batch_\w+ -o OUTPUT --url"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 # Text that no request can carry
