@@ -121,9 +121,9 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per option
     because it is slow or dies, the others take over.
 
     All lines are checked before the first one is sent. A server that is away, restarts or is
-    full (429, 503) is waited for. Exit code: 0 when every valid line has its record (also one in
-    the error file), 1 when the server's batch failed, expired or was cancelled, 2 for what you can
-    mend, 130 when interrupted (run it again to resume).
+    full (429, 503) is waited for. Exit code: 0 when every valid line is answered, 1 when lines
+    failed (the error file says why), or the server's batch failed, expired or was cancelled, 2 for
+    what you can mend, 130 when interrupted (run it again to resume).
     """
     from echo_sgl.cli.batch_run import BatchRun, execute
     from echo_sgl.cli.hand_over import hand_over

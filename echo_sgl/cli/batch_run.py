@@ -30,8 +30,7 @@ from echo_sgl.cli.sender import Sender, SendOptions
 from echo_sgl.cli.tally import Display, Tally
 
 MAX_SHOWN_PROBLEMS = 50
-EXIT_OK = 0
-EXIT_INTERRUPTED = 130
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
 class InvalidLinesError(JobFileError):
@@ -70,15 +69,15 @@ class BatchRun:
 
 
 def execute(plan: BatchRun) -> int:
-    """Run to the end or until interrupted; returns the exit code."""
+    """Run to the end or until interrupted; the exit code, which lines of earlier runs count for."""
     paths = plan.journal_paths
     with Console(stderr=True).status(Text(f"checking {plan.jobs}")):
         job = check_job_file(plan.jobs)
     tally = Tally(job.num_lines)
     display = Display(tally)
-    exit_code = EXIT_OK
     try:
         asyncio.run(_run(plan, paths, job, display))
+        exit_code = EXIT_FAILED if paths.errors.stat().st_size else EXIT_OK
     except (KeyboardInterrupt, asyncio.CancelledError):
         exit_code = EXIT_INTERRUPTED
     _sum_up(plan, paths, display, is_interrupted=exit_code == EXIT_INTERRUPTED)

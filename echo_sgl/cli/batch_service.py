@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from echo_sgl.batches.journal import JournalPaths
     from echo_sgl.cli.batch_client import BatchClient
 
-EXIT_NOT_COMPLETED = 1
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 Url = Annotated[str, typer.Option(help="Where the server listens.")]
 Key = Annotated[
@@ -123,13 +123,15 @@ def watch(
 
         echo-sgl batch watch batch_0123456789abcdef0123456789abcdef
 
-    Exit code: 0 when it completed, 1 when it failed, expired or was cancelled. Ctrl-C only ends
-    the watching.
+    Exit code: 0 when it completed, 1 when lines of it failed, or it failed as a whole, expired or
+    was cancelled. Ctrl-C only ends the watching.
     """
+    from echo_sgl.cli.batch_view import is_well
+
     with connected(url, api_key) as client:
         batch = watch_batch(client, batch_id, every, as_json=as_json)
-    if batch["status"] != "completed":
-        raise typer.Exit(EXIT_NOT_COMPLETED)
+    if not is_well(batch):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def cancel(

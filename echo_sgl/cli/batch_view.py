@@ -90,6 +90,11 @@ def num_done(batch: dict[str, Any]) -> int:
     return counts["completed"] + counts["failed"]
 
 
+def is_well(batch: dict[str, Any]) -> bool:
+    """Whether it completed and no line of it failed."""
+    return batch["status"] == "completed" and not counts_of(batch)["failed"]
+
+
 def cached_share(batch: dict[str, Any]) -> float | None:
     """Share of the prompt tokens that the KV cache had; None while unknown."""
     usage = batch.get("usage") or {}

@@ -25,7 +25,7 @@ from echo_sgl.cli.batch_client import (
     check_writable,
 )
 from echo_sgl.cli.batch_service import download, watch_batch
-from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, summary
+from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, is_well, summary
 
 if TYPE_CHECKING:
     from echo_sgl.cli.batch_run import BatchRun
@@ -153,7 +153,7 @@ def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> in
         return EXIT_FAILED
     _fetch(plan, client, batch)
     _sum_up(plan, batch, console)
-    return EXIT_OK if batch["status"] == "completed" or _is_answered(batch) else EXIT_FAILED
+    return EXIT_OK if is_well(batch) or _is_answered(batch) else EXIT_FAILED
 
 
 def _fetch(plan: BatchRun, client: BatchClient, batch: dict[str, Any]) -> None:

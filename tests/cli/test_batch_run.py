@@ -47,7 +47,7 @@ def test_every_line_is_answered_once_and_a_second_run_sends_nothing(
     options = ("--window", "4", "--json")
     command = ("batch", "run", jobs, "--url", f"{server.url}/v1", "--output", output, *options)
     result = run_cli(*command)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1, result.stderr
     errors = output.with_name("out.errors.jsonl")
     assert sorted(names(output)) == sorted(orjson.loads(line)["custom_id"] for line in lines)
     assert names(errors) == ["too-long"]
@@ -62,6 +62,7 @@ def test_every_line_is_answered_once_and_a_second_run_sends_nothing(
 
     num_before, content = num_posts(server.log()), output.read_bytes()
     again = run_cli(*command)
+    assert again.returncode == 1
     assert orjson.loads(again.stdout)["already_done"] == 25
     assert num_posts(server.log()) == num_before
     assert output.read_bytes() == content

@@ -332,6 +332,24 @@ def test_run_does_not_write_over_what_it_did_not_make(
     assert output.read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("mode", [(), ("--direct",)])
+def test_lines_that_failed_end_run_and_watch_with_code_1(
+    stub: str, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    lines = [completion_line("good", model=MODEL), completion_line("wrong", "bad", model=MODEL)]
+    mixed = write_job(tmp_path / "mixed.jsonl", lines)
+    command = ("batch", "run", mixed, "-o", tmp_path / "out.jsonl", "--url", stub, "--json", *mode)
+    for _ in range(2):
+        result = run_cli(*command)
+        assert result.returncode == 1, result.stderr
+    assert (names(tmp_path / "out.jsonl"), names(tmp_path / "out.errors.jsonl")) == (
+        ["good"],
+        ["wrong"],
+    )
+    if batch_id := orjson.loads(result.stdout).get("batch_id"):
+        assert run_cli("batch", "watch", batch_id, "--url", stub).returncode == 1
+
+
 def test_run_sends_the_lines_itself_when_told_to(stub: str, jobs: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     result = run_cli("batch", "run", jobs, "--output", output, "--url", stub, "--direct", "--json")
