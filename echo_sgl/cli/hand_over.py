@@ -17,6 +17,7 @@ from rich.text import Text
 from echo_sgl.batches.job_file import JobFile, check_job_file
 from echo_sgl.batches.journal import JournalError
 from echo_sgl.cli.batch_client import (
+    ENDED,
     TOO_MANY,
     AwayError,
     BatchClient,
@@ -25,7 +26,7 @@ from echo_sgl.cli.batch_client import (
     check_writable,
 )
 from echo_sgl.cli.batch_service import download, watch_batch
-from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, is_well, summary
+from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, is_well, num_done, summary
 
 if TYPE_CHECKING:
     from echo_sgl.cli.batch_run import BatchRun
@@ -60,6 +61,8 @@ def hand_over(plan: BatchRun) -> int | None:
             return None
         return _run(plan, client, job, endpoints.pop())
     except KeyboardInterrupt:
+        if plan.as_json:
+            _print_document(plan, {}, is_interrupted=True)
         return EXIT_INTERRUPTED
     finally:
         client.close()
@@ -128,32 +131,50 @@ def _submitted(plan: BatchRun, client: BatchClient, endpoint: str, run_id: str) 
 
 
 def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> int:
-    console = _console()
     paths = plan.journal_paths
     for path in (paths.output, paths.errors):
         check_writable(path)
+    batch = _begun(plan, client, job, endpoint)
+    try:
+        batch = watch_batch(client, batch["id"], EVERY_S)
+        if batch["status"] != "failed":
+            _fetch(plan, client, batch)
+    except KeyboardInterrupt:
+        _console().print(f"echo-sgl: {_how_to_go_on(plan, client, batch)}")
+        if plan.as_json:
+            _print_document(plan, _last_look(client, batch), is_interrupted=True)
+        return EXIT_INTERRUPTED
+    _sum_up(plan, batch)
+    return EXIT_OK if is_well(batch) or _is_answered(batch) else EXIT_FAILED
+
+
+def _begun(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> dict[str, Any]:
+    """The batch that does the job: an earlier run's, or a new one."""
     name = f"{job.sha256}:{plan.output.absolute()}"
     run_id = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
     batch = _find(plan, client, run_id)
-    if batch is None:
-        batch = _submitted(plan, client, endpoint, run_id)
-        console.print(f"echo-sgl: {batch['id']} is submitted; the server works on by itself")
-    else:
-        console.print(f"echo-sgl: going on with {batch['id']}")
-    try:
-        batch = watch_batch(client, batch["id"], EVERY_S)
-    except KeyboardInterrupt:
-        console.print(
-            f"echo-sgl: {batch['id']} goes on; {plan.again} to fetch its results, or end it with: "
-            f"echo-sgl batch cancel {batch['id']} --url {client.url}"
-        )
-        return EXIT_INTERRUPTED
-    if batch["status"] == "failed":
-        console.print(summary(batch))
-        return EXIT_FAILED
-    _fetch(plan, client, batch)
-    _sum_up(plan, batch, console)
-    return EXIT_OK if is_well(batch) or _is_answered(batch) else EXIT_FAILED
+    if batch is not None:
+        _console().print(f"echo-sgl: going on with {batch['id']}")
+        return batch
+    batch = _submitted(plan, client, endpoint, run_id)
+    _console().print(f"echo-sgl: {batch['id']} is submitted; the server works on by itself")
+    return batch
+
+
+def _how_to_go_on(plan: BatchRun, client: BatchClient, batch: dict[str, Any]) -> str:
+    if batch.get("status") in ENDED:
+        return f"{batch['id']} has ended; {plan.again} to fetch its results"
+    return (
+        f"{batch['id']} goes on; {plan.again} to fetch its results, or end it with: "
+        f"echo-sgl batch cancel {batch['id']} --url {client.url}"
+    )
+
+
+def _last_look(client: BatchClient, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch as it is now; as it was where the server does not say, or Ctrl-C comes again."""
+    with contextlib.suppress(BatchServiceError, KeyboardInterrupt):
+        return client.get(batch["id"])
+    return batch
 
 
 def _fetch(plan: BatchRun, client: BatchClient, batch: dict[str, Any]) -> None:
@@ -206,29 +227,39 @@ def _retried(client: BatchClient, batch_id: str) -> dict[str, Any] | None:
     return None if batch["status"] in _RETRIED else batch
 
 
-def _sum_up(plan: BatchRun, batch: dict[str, Any], console: Console) -> None:
-    counts = counts_of(batch)
-    usage = batch.get("usage") or {}
-    paths = plan.journal_paths
+def _sum_up(plan: BatchRun, batch: dict[str, Any]) -> None:
     if plan.as_json:
-        document = {
-            "batch_id": batch["id"],
-            "lines": counts["total"],
-            "ok": counts["completed"],
-            "failed": counts["failed"],
-            "left": counts["total"] - counts["completed"] - counts["failed"],
-            "prompt_tokens": usage.get("input_tokens", 0),
-            "generated_tokens": usage.get("output_tokens", 0),
-            "cached_tokens": (usage.get("input_tokens_details") or {}).get("cached_tokens"),
-            "hit_ratio": cached_share(batch),
-            "output": str(paths.output),
-            "errors": str(paths.errors),
-            "interrupted": False,
-        }
-        sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+        _print_document(plan, batch, is_interrupted=False)
+    console, counts = _console(), counts_of(batch)
+    if batch["status"] == "failed":
+        console.print(summary(batch))
+        return
     console.print(
         f"echo-sgl: {counts['completed']} answered, {counts['failed']} failed of "
         f"{counts['total']} lines; hits {hit_ratio(batch)}"
     )
     if counts["failed"]:
-        console.print(f"echo-sgl: the failed lines and their reasons are in {paths.errors}")
+        errors = plan.journal_paths.errors
+        console.print(f"echo-sgl: the failed lines and their reasons are in {errors}")
+
+
+def _print_document(plan: BatchRun, batch: dict[str, Any], *, is_interrupted: bool) -> None:
+    """What became of the run, for scripts; null is what is not known, as without a batch (`{}`)."""
+    counts, usage = counts_of(batch) if batch else {}, batch.get("usage") or {}
+    document = {
+        "batch_id": batch.get("id"),
+        "status": batch.get("status"),
+        "problems": (batch.get("errors") or {}).get("data") or [],
+        "lines": counts.get("total"),
+        "ok": counts.get("completed"),
+        "failed": counts.get("failed"),
+        "left": counts["total"] - num_done(batch) if counts else None,
+        "prompt_tokens": usage.get("input_tokens", 0),
+        "generated_tokens": usage.get("output_tokens", 0),
+        "cached_tokens": (usage.get("input_tokens_details") or {}).get("cached_tokens"),
+        "hit_ratio": cached_share(batch),
+        "output": str(plan.journal_paths.output),
+        "errors": str(plan.journal_paths.errors),
+        "interrupted": is_interrupted,
+    }
+    sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
