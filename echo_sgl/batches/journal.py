@@ -46,6 +46,11 @@ class JournalPaths:
         return cls(output, errors, output.with_name(f"{output.name}.state.json"))
 
 
+def in_utf_8(path: Path | str) -> str:
+    """A path as JSON and requests can carry it; its name on disk need not be UTF-8."""
+    return str(path).encode(errors="replace").decode()
+
+
 class Journal:
     """Appends records and knows which lines are finished.
 
@@ -122,7 +127,7 @@ class Journal:
                 f"{self.paths.output} belongs to another job file, or the job file was changed "
                 f"since. {way_out}"
             )
-        if errors != str(self.paths.errors.absolute()):
+        if errors != in_utf_8(self.paths.errors.absolute()):
             raise JournalError(
                 f"the run before wrote its failed lines to {errors}; name the same --errors. "
                 f"{way_out}"
@@ -193,7 +198,7 @@ def _write_state(paths: JournalPaths, sha256: str) -> None:
     state = {
         "version": STATE_VERSION,
         "job_sha256": sha256,
-        "errors": str(paths.errors.absolute()),
+        "errors": in_utf_8(paths.errors.absolute()),
     }
     draft = paths.state.with_name(f"{paths.state.name}.tmp")
     with draft.open("wb") as file:

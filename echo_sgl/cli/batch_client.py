@@ -15,6 +15,7 @@ import httpx
 import orjson
 
 from echo_sgl.batches.job_file import JobFileError
+from echo_sgl.batches.journal import in_utf_8
 from echo_sgl.cli.connection import open_blocking_client
 from echo_sgl.cli.server_route import holds
 from echo_sgl.errors import EchoError
@@ -97,7 +98,6 @@ class BatchClient:
 
     def upload(self, jobs: Path) -> str:
         """The id of a new file. Errors: `JobFileError` when it grows or shrinks meanwhile."""
-        name = jobs.name.encode(errors="replace").decode()  # a name on disk need not be UTF-8
         with jobs.open("rb") as content:
             try:
                 uploaded = self._call(
@@ -105,7 +105,7 @@ class BatchClient:
                     "/v1/files",
                     ("id",),
                     data={"purpose": "batch"},
-                    files={"file": (name, content, "application/jsonl")},
+                    files={"file": (in_utf_8(jobs.name), content, "application/jsonl")},
                     timeout=UPLOAD_TIMEOUT_S,
                 )
             except h11.LocalProtocolError as error:  # which httpx lets through as it is

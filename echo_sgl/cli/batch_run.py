@@ -23,7 +23,7 @@ from echo_sgl.batches.job_file import (
     LineReader,
     check_job_file,
 )
-from echo_sgl.batches.journal import Journal, JournalError, JournalPaths
+from echo_sgl.batches.journal import Journal, JournalError, JournalPaths, in_utf_8
 from echo_sgl.cli.batch_service import result_paths
 from echo_sgl.cli.connection import LOST, Connection, first_of, open_client
 from echo_sgl.cli.sender import Sender, SendOptions
@@ -155,8 +155,8 @@ def _sum_up(plan: BatchRun, paths: JournalPaths, display: Display, *, is_interru
     tally = display.tally
     if plan.as_json:
         document = tally.as_json() | {
-            "output": str(paths.output),
-            "errors": str(paths.errors),
+            "output": in_utf_8(paths.output),
+            "errors": in_utf_8(paths.errors),
             "interrupted": is_interrupted,
         }
         sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from echo_sgl.batches.job_file import JobFile, check_job_file
-from echo_sgl.batches.journal import JournalError
+from echo_sgl.batches.journal import JournalError, in_utf_8
 from echo_sgl.cli.batch_client import (
     ENDED,
     TOO_MANY,
@@ -258,8 +258,8 @@ def _print_document(plan: BatchRun, batch: dict[str, Any], *, is_interrupted: bo
         "generated_tokens": usage.get("output_tokens", 0),
         "cached_tokens": (usage.get("input_tokens_details") or {}).get("cached_tokens"),
         "hit_ratio": cached_share(batch),
-        "output": str(plan.journal_paths.output),
-        "errors": str(plan.journal_paths.errors),
+        "output": in_utf_8(plan.journal_paths.output),
+        "errors": in_utf_8(plan.journal_paths.errors),
         "interrupted": is_interrupted,
     }
     sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 from httpx._multipart import FileField
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from echo_sgl.batches.job_file import JobFileError
 from echo_sgl.cli import app
 from echo_sgl.cli.batch_client import BatchClient, OutputError, check_writable
 from echo_sgl.cli.text import TextError, batch_id
-from tests.cli.jobs import completion_line, run_cli, write_job
+from tests.cli.jobs import completion_line, names, run_cli, write_job
 from tests.cli.stubs import StubServer
 
 MODEL = "stub"
@@ -125,6 +126,18 @@ def test_run_refuses_a_folder_as_output_as_results_does(
     jobs.with_name("folder").mkdir()
     said = refusal("batch", "run", jobs, *options.split(), *mode, "--url", stub)
     assert "which is a folder; name a file in it" in said
+
+
+@pytest.mark.parametrize("mode", [(), ("--direct",)])
+def test_results_may_have_a_name_that_is_not_utf_8(
+    stub: str, jobs: Path, mode: tuple[str, ...]
+) -> None:
+    output = jobs.with_name(os.fsdecode(b"caf\xe9.jsonl"))
+    for _ in range(2):
+        done = run_cli("batch", "run", jobs, "-o", output, "--url", stub, "--json", *mode)
+        assert done.returncode == 0, done.stderr
+        assert orjson.loads(done.stdout)["output"] == str(jobs.with_name("caf?.jsonl"))
+    assert names(output) == ["a"]
 
 
 @pytest.mark.parametrize("output", ["jobs.jsonl/out", "/proc/x/y", f"{'o' * 250}.jsonl"])
