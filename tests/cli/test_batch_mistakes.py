@@ -184,10 +184,11 @@ NOT_UTF_8 = os.fsdecode(b"a\xff")
     ["status", "watch", "cancel", "retry", "pause", "resume", "results -o o", "list --after"],
 )
 def test_an_id_that_no_batch_can_have_is_refused_before_anything_is_asked(
-    command: str, given: str
+    stub: str, command: str, given: str
 ) -> None:
+    arguments = ["batch", *command.split(), given, "--url", stub]
     with pytest.raises(TextError, match=r"allowed are letters.* `echo-sgl batch list`") as caught:
-        CliRunner().invoke(app, ["batch", *command.split(), given], catch_exceptions=False)
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert repr(given) in str(caught.value)
 
 
