@@ -24,13 +24,12 @@ from echo_sgl.batches.job_file import (
     check_job_file,
 )
 from echo_sgl.batches.journal import Journal, JournalError, JournalPaths, in_utf_8
-from echo_sgl.cli.batch_service import result_paths
+from echo_sgl.cli.batch_service import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, result_paths
 from echo_sgl.cli.connection import LOST, Connection, first_of, open_client
 from echo_sgl.cli.sender import Sender, SendOptions
 from echo_sgl.cli.tally import Display, Tally
 
 MAX_SHOWN_PROBLEMS = 50
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
 class InvalidLinesError(JobFileError):

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from echo_sgl.batches.journal import JournalPaths
     from echo_sgl.cli.batch_client import BatchClient
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 Url = Annotated[str, typer.Option(help="Where the server listens.")]
 Key = Annotated[
     str | None,

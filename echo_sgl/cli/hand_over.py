@@ -25,14 +25,19 @@ from echo_sgl.cli.batch_client import (
     OutputError,
     check_writable,
 )
-from echo_sgl.cli.batch_service import download, watch_batch
+from echo_sgl.cli.batch_service import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    download,
+    watch_batch,
+)
 from echo_sgl.cli.batch_view import cached_share, counts_of, hit_ratio, is_well, num_done, summary
 
 if TYPE_CHECKING:
     from echo_sgl.cli.batch_run import BatchRun
 
 EVERY_S = 1.0
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 CONFLICT = 409
 _RETRIED = ("cancelled", "expired")
 # The batch of a run is found again by this, however the run ended.

@@ -117,8 +117,8 @@ class EchoPrefillAdder(PrefillAdder):
         unfinished = super().add_chunked_req(req)
         if self._was_added(req):
             self.shape.add_prefill(req.extend_len, req.prefix_len)
+            self.planned_tokens += req.extend_len if is_offline(req) else 0
         if is_offline(req):
-            self.planned_tokens += req.extend_len if self._was_added(req) else 0
             self._charge_offline(before - self.rem_input_tokens)
         return unfinished
 
@@ -175,11 +175,11 @@ class EchoPrefillAdder(PrefillAdder):
         if limits.has_room(req, self.planned_tokens + most_tokens):
             return False
         num_running, growth_tokens = self._offline_growth()
-        num_running += sum(map(is_offline, self.can_run_list))
+        num_others = num_running + sum(map(is_offline, self.can_run_list))
         planned_tokens = self.planned_tokens
-        if num_running:
+        if num_others:
             planned_tokens += int(growth_tokens + own_growth_tokens)
-        num_offline = 1 + num_running + len(self.control.parked)
+        num_offline = 1 + num_others + len(self.control.parked)
         if not limits.holds_back(req, planned_tokens, num_offline):
             return False
         facts = limits.facts(req, planned_tokens, num_offline)

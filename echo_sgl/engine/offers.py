@@ -140,7 +140,8 @@ class Offers(PoolIntake):
         """For the time of a pass, until `_take_back_offered`."""
         self.policy.offered = offered
         self.waiting_queue.extend(offered)
-        self._kept_positions = kept_positions(self.waiting_queue)
+        is_asked = self.model_config.is_multimodal
+        self._kept_positions = kept_positions(self.waiting_queue) if is_asked else []
 
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""

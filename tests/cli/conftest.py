@@ -9,6 +9,7 @@ import pytest
 
 from eval.server import Server
 from tests.cli.jobs import start_cli
+from tests.cli.stubs import StubServer
 
 NAMED = ("--served-model-name", "tiny")
 KV_POOL = ("--max-total-tokens", "20000")
@@ -32,6 +33,16 @@ def small_server(server_for: Callable[..., Server]) -> Server:
 def doomed_server(server_for: Callable[..., Server]) -> Server:
     """The small server, for a test that ends it: whoever else needs it goes before."""
     return server_for((*SMALL, *NAMED))
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server whose model is made up; the batch service is the real one."""
+    folder = tmp_path_factory.mktemp("stub")
+    server = StubServer(folder, "--state-dir", str(folder / "state"))
+    server.start()
+    yield server.url
+    server.stop()
 
 
 @pytest.fixture

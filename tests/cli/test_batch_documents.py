@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -14,17 +13,6 @@ from echo_sgl.cli.batch_client import AwayError, BatchClient
 from eval.server import free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import completion_line, run_cli, wait_until, write_job
-from tests.cli.stubs import StubServer
-
-
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server whose model is made up; the batch service is the real one."""
-    folder = tmp_path_factory.mktemp("stub")
-    server = StubServer(folder, "--state-dir", str(folder / "state"))
-    server.start()
-    yield server.url
-    server.stop()
 
 
 @pytest.fixture

@@ -17,19 +17,8 @@ from echo_sgl.cli import app
 from echo_sgl.cli.batch_client import BatchClient, OutputError, check_writable
 from echo_sgl.cli.text import TextError, batch_id
 from tests.cli.jobs import completion_line, names, run_cli, write_job
-from tests.cli.stubs import StubServer
 
 MODEL = "stub"
-
-
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server whose model is made up; the batch service is the real one."""
-    folder = tmp_path_factory.mktemp("stub")
-    server = StubServer(folder, "--state-dir", str(folder / "state"))
-    server.start()
-    yield server.url
-    server.stop()
 
 
 @pytest.fixture

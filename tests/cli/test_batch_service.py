@@ -24,16 +24,6 @@ from tests.cli.stubs import StubServer
 MODEL = "stub"
 
 
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server whose model is made up; the batch service is the real one."""
-    folder = tmp_path_factory.mktemp("stub")
-    server = StubServer(folder, "--state-dir", str(folder / "state"))
-    server.start()
-    yield server.url
-    server.stop()
-
-
 @pytest.fixture
 def own_stub(tmp_path: Path) -> Iterator[StubServer]:
     """The same for a test that stops it."""

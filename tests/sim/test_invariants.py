@@ -234,21 +234,6 @@ def test_a_prompt_that_can_never_fit_is_refused_and_counted() -> None:
     assert results.online_done + results.refused == 30
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16])
-def test_an_answer_that_may_be_longer_than_the_pool_is_cut_and_its_prompt_decides(
-    page_tokens: int,
-) -> None:
-    config = server(kv_tokens=400, page_tokens=page_tokens)
-    longest = next(tokens for tokens in range(400, 0, -1) if config.takes_prompt(tokens))
-    prompts = array("q", (100, longest, longest + 1))
-    answers = array("q", (9000,)) * 3
-    lines = Trace(Task.OFFLINE, array("d", (0.0,)) * 3, prompts, answers, max_new_tokens=9000)
-    results = simulate(config, empty_trace(Task.ONLINE), lines)
-    assert (results.offline_done, results.offline_refused) == (2, 1)
-    cut = sum(config.most_output_tokens(tokens) for tokens in prompts[:2])
-    assert results.offline_output_tokens == cut < 400
-
-
 def test_a_request_does_not_carry_its_true_length() -> None:
     request = online_trace(1, rate_rps=1.0).request(0)
     assert not any("output" in name and name != "outputs_at_join" for name in request.__slots__)

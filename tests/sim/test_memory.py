@@ -10,7 +10,7 @@ from echo_sgl.sim.prefill import PrefillPass
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.scheduler import SimScheduler
 from echo_sgl.sim.server import simulate
-from echo_sgl.sim.workload import SimRequest, Trace
+from echo_sgl.sim.workload import SimRequest, Trace, empty_trace
 from echo_sgl.types import Task
 from tests.sim.workloads import server
 
@@ -137,3 +137,18 @@ def test_of_a_prompt_that_is_cached_in_full_the_last_token_is_not_promised_to_it
     kv.unmatch(beside)
     other = request(1, Task.ONLINE, 900)
     assert (kv.match(other), kv.overlocked_tokens(other)) == (0, 0)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_an_answer_that_may_be_longer_than_the_pool_is_cut_and_its_prompt_decides(
+    page_tokens: int,
+) -> None:
+    config = server(kv_tokens=400, page_tokens=page_tokens)
+    longest = next(tokens for tokens in range(400, 0, -1) if config.takes_prompt(tokens))
+    prompts = array("q", (100, longest, longest + 1))
+    answers = array("q", (9000,)) * 3
+    lines = Trace(Task.OFFLINE, array("d", (0.0,)) * 3, prompts, answers, max_new_tokens=9000)
+    results = simulate(config, empty_trace(Task.ONLINE), lines)
+    assert (results.offline_done, results.offline_refused) == (2, 1)
+    cut = sum(config.most_output_tokens(tokens) for tokens in prompts[:2])
+    assert results.offline_output_tokens == cut < 400
