@@ -22,7 +22,7 @@ FOLDER = ROOT.parent / "build" / "plan-example"
 PROFILE = ROOT / "profiles" / "base-cpu.json"
 TRACE_S, EVERY, DOCUMENT_TOKENS = 300.0, 10, 2000
 PLAN_ARGS = (
-    *("--slo", "ttft_p99=2s,tpot_p99=150ms"),
+    *("--slo", "ttft_p99=2500ms,tpot_p99=150ms"),
     *("--kv-tokens", "20000,40000"),
     *("--instances", "1,2"),
     *("--max-running-requests", "16"),

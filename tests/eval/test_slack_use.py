@@ -29,8 +29,8 @@ OPTIONS = SlackOptions(rates_rps="1.5", duration_s=10.0)
 ECHO, BUDGET = "pace 0.5 (echo.toml)", "a budget (hygen.toml)"
 
 
-def point(setting: str, slowness: float = 1.0) -> Point:
-    return Point(1.5, 0, "1.2,1.1", slowness, setting)
+def point(setting: str, slowness: float = 1.0, rate_rps: float = 1.5) -> Point:
+    return Point(rate_rps, 0, "1.2,1.1", slowness, setting)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,9 @@ def test_wrong_predictions_are_the_scheduler_s_own(error):
 
 def test_predictions_that_are_far_off_change_what_the_job_gets():
     options = dataclasses.replace(OPTIONS, duration_s=40.0)
-    right, short = (run_point(options, point(name)) for name in (ECHO, "predictions -10%"))
+    right, short = (
+        run_point(options, point(name, rate_rps=3.0)) for name in (ECHO, "predictions -10%")
+    )
     assert short["offline_tokens_per_s"] != right["offline_tokens_per_s"]
 
 
@@ -97,7 +99,7 @@ def test_online_requests_alone_lose_nothing_by_being_promised_something():
     Cut to the slack, online prefills waste it; starting in lots saves it.
     """
     pattern = next(one for one in LOADS if one.workload == "llm-d")
-    load = Load(2.0, pattern, duration_s=40.0)
+    load = Load(2.5, pattern, duration_s=40.0)
     echo = load_config(CONFIGS_DIR / "echo.toml")
     slo = load.promise("1.2,1.1")
 
