@@ -35,7 +35,7 @@ def test_beside_online_decodes_a_gpu_s_job_gets_on_and_they_hardly_notice():
 
 def test_more_inflation_is_more_of_the_job():
     less, more = (
-        run_point(OPTIONS, Point("CPU", 1.5, "bursts-loogle", f"max_inflation {value}"))
+        run_point(OPTIONS, Point("CPU", 1.5, "llm-d", f"max_inflation {value}"))
         for value in ("1.05", "1.2")
     )
     assert less["offline_tokens_per_s"] < more["offline_tokens_per_s"]
