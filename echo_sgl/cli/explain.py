@@ -31,10 +31,10 @@ def explain(
     import json
 
     from echo_sgl.cli.server_route import fetch
-    from echo_sgl.cli.text import utf_8
+    from echo_sgl.cli.text import request_id
     from echo_sgl.cli.url import server_root
 
-    path = f"/echo/requests/{quote(utf_8('ID', id), safe='')}"
+    path = f"/echo/requests/{quote(request_id(id), safe='')}"
     answer = fetch(server_root(url), path, api_key, needs=_NEEDED)
     typer.echo(json.dumps(answer) if as_json else "\n".join(sentences(answer)))
 

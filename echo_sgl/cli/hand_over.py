@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -51,6 +52,21 @@ def hand_over(plan: BatchRun) -> int | None:
     """The exit code; None when the lines must be sent from here, as to several servers."""
     if len(plan.urls) > 1:
         return None
+    with _ended_by_sigterm():
+        return _hand_over(plan)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is an interruption like Ctrl-C's, as where lines are sent from here."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _hand_over(plan: BatchRun) -> int | None:
     client = BatchClient(plan.urls[0], plan.api_key)
     try:
         if os.path.exists(plan.journal_paths.state):  # a folder that is closed holds none

@@ -26,6 +26,13 @@ def utf_8(what: str, given: str) -> str:
     return given
 
 
+def request_id(given: str) -> str:
+    """The id as it was given. Errors: `TextError` when no request can have it."""
+    if not given:
+        raise TextError("ID is empty; name a request by the `rid` in its body")
+    return utf_8("ID", given)
+
+
 def batch_id(given: str | None) -> str | None:
     """The id as it was given, if at all. Errors: `TextError` when no batch can have it."""
     if given is not None and not _BATCH_ID.fullmatch(given):

@@ -41,15 +41,16 @@ def test_a_batch_that_failed_is_printed_with_its_problems(
     assert orjson.loads(shown.stdout)["errors"]["data"] == document["problems"]
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_was_interrupted_prints_how_far_its_batch_has_come(
-    stub: str, jobs: Path, output: Path, cli: StartCli
+    signum: signal.Signals, stub: str, jobs: Path, output: Path, cli: StartCli
 ) -> None:
     process = cli("batch", "run", jobs, "-o", output, "--url", stub, "--json")
     assert process.stderr is not None
     batch_id = process.stderr.readline().split()[1]
     arguments = ("batch", "status", batch_id, "--url", stub)
     wait_until(lambda: "1 answered" in run_cli(*arguments).stdout, "the quick line is answered")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=60)
     run_cli("batch", "cancel", batch_id, "--url", stub)
     document = orjson.loads(stdout)

@@ -186,6 +186,10 @@ def test_an_id_as_other_servers_have_them_is_taken(given: str) -> None:
     assert batch_id(given) == given
 
 
+def test_an_id_that_is_empty_is_refused_as_such(stub: str) -> None:
+    assert "ID is empty" in refusal("explain", "", "--url", stub)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
