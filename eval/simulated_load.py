@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,27 @@ class Pattern:
         )
 
 
+class CopiedPrompts(Prompts):
+    """Prompts of lines that come several times, as texts that share nothing with each other."""
+
+    def copy(self, line_id: str, number: int) -> str:
+        """The id of a line's copy, whose first token no other has; number 0: the line's own."""
+        if not number:
+            return line_id
+        copy_id = f"copy-{number}/{line_id}"
+        if copy_id not in self._ids:
+            ids = array("q", self.ids(_sent(line_id, Task.OFFLINE, 0.0)))
+            ids[0] = -number
+            self._ids[copy_id], self._bodies[copy_id] = ids, self._bodies[line_id]
+        return copy_id
+
+
 class Load:
-    """An online pattern and its job on a simulated server, with what is promised beside it."""
+    """An online pattern and its job on a simulated server, with what is promised beside it.
+
+    The job's lines come again, as other texts, until they would keep the server busy for the
+    whole time were it alone with them: what is done of a job that runs dry says nothing.
+    """
 
     def __init__(
         self,
@@ -85,15 +105,14 @@ class Load:
         )
         tokenizer = load_tokenizer(str(demo_model("tiny")))  # all sizes have it
         mix = build_mix(ablation, tokenizer, ablation.online_rps / ablation.online_load)
-        self._prompts = Prompts(bodies_of(mix), tokenizer)
+        self._prompts = CopiedPrompts(bodies_of(mix), tokenizer)
         self._profile = load_profile(server.profile, device="", model="", force=True)
         self._ablation, self._overlap = ablation, server.overlap
         self.online = [
             _sent(f"online-{place}", Task.ONLINE, LEAD_S + arrival.at_s)
             for place, arrival in enumerate(mix.arrivals)
         ]
-        lines = mix.job[: ablation.window]
-        self.offline = [_sent(line["custom_id"], Task.OFFLINE, 0.0) for line in lines]
+        self._line_ids = [line["custom_id"] for line in mix.job[: ablation.window]]
 
     def run(
         self,
@@ -119,6 +138,25 @@ class Load:
         )
         end_s = LEAD_S + options.duration_s + DRAIN_S
         return replay(config, records, self._prompts, end_s=end_s)[0]
+
+    @functools.cached_property
+    def offline(self) -> list[Record]:
+        """All lines are there from the beginning."""
+        num_copies = 1
+        while self._runs_dry(lines := self._copies(num_copies)):
+            num_copies *= 2
+        return lines
+
+    def _copies(self, count: int) -> list[Record]:
+        ids = (self._prompts.copy(one, number) for number in range(count) for one in self._line_ids)
+        return [_sent(one, Task.OFFLINE, 0.0) for one in ids]
+
+    def _runs_dry(self, lines: Sequence[Record]) -> bool:
+        """Whether a server without online requests is through before these would end."""
+        echo = with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE)
+        end_s = LEAD_S + self._ablation.duration_s
+        ends_s = (one.end_s for one in self.run(echo, lines))
+        return all(one is not None and one < end_s for one in ends_s)
 
     @functools.cached_property
     def alone_p99_s(self) -> tuple[float, float]:
