@@ -80,7 +80,7 @@ class ChunksOptions:
     """What is simulated."""
 
     name: str = option("chunks", "folder under eval/results/ that takes the results")
-    duration_s: float = option(180.0, "how long online requests keep coming", 1)
+    duration_s: float = option(60.0, "how long online requests keep coming", 1)
     workers: int = option(1, "processes; the results are the same", 1)
 
     def __post_init__(self) -> None:
