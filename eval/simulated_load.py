@@ -153,22 +153,25 @@ class Load:
 
     def _runs_dry(self, lines: Sequence[Record]) -> bool:
         """Whether a server without online requests is through before these would end."""
-        echo = with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE)
         end_s = LEAD_S + self._ablation.duration_s
-        ends_s = (one.end_s for one in self.run(echo, lines))
-        return all(one is not None and one < end_s for one in ends_s)
+        done = self.run(unpromised_echo(), lines)
+        return all((one.end_s or end_s) < end_s for one in done)
 
     @functools.cached_property
     def alone_p99_s(self) -> tuple[float, float]:
         """TTFT and TPOT of the online requests without a job and without promises."""
-        echo = with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE)
-        ttft_s, tpot_s = latencies(self.run(echo, self.online, seed=PROMISE_SEED))
+        ttft_s, tpot_s = latencies(self.run(unpromised_echo(), self.online, seed=PROMISE_SEED))
         return float(np.percentile(ttft_s, 99)), float(np.percentile(tpot_s, 99))
 
     def promise(self, slo_factor: str) -> SloConfig:
         """So many times the p99 of the online requests alone."""
         factors, p99_s = parse_factors(slo_factor), self.alone_p99_s
         return SloConfig(ttft_s=factors[0] * p99_s[0], tpot_s=factors[1] * p99_s[1])
+
+
+def unpromised_echo() -> EchoConfig:
+    """The preset `echo`, which promises nothing."""
+    return with_slo(load_config(CONFIGS_DIR / "echo.toml"), NO_PROMISE)
 
 
 def with_sections(echo: EchoConfig, sections: Sections) -> EchoConfig:
