@@ -130,16 +130,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per option
     from echo_sgl.cli.sender import SendOptions
     from echo_sgl.cli.url import server_roots
 
-    if jobs is not None and input_file is not None:
-        raise typer.BadParameter(
-            f"name one job file, as JOBS or by -i; given are {jobs} and {input_file}"
-        )
-    jobs = jobs or input_file
-    if jobs is None or output is None:
-        raise typer.BadParameter("name the job file and where answers go: JOBS --output OUTPUT")
     plan = BatchRun(
-        jobs,
-        output,
+        *_named_files(jobs, input_file, output),
         errors,
         urls=server_roots(url or [batch_service.DEFAULT_URL]),
         api_key=api_key,
@@ -152,3 +144,17 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter per option
     must_send = direct or skip_invalid or order == "file" or not flex
     exit_code = None if must_send else hand_over(plan)
     raise typer.Exit(execute(plan) if exit_code is None else exit_code)
+
+
+def _named_files(
+    jobs: Path | None, input_file: Path | None, output: Path | None
+) -> tuple[Path, Path]:
+    """The job file, which has two names, and where answers go. Errors: `typer.BadParameter`."""
+    if jobs is not None and input_file is not None:
+        raise typer.BadParameter(
+            f"name one job file, as JOBS or by -i; given are {jobs} and {input_file}"
+        )
+    jobs = jobs or input_file
+    if jobs is None or output is None:
+        raise typer.BadParameter("name the job file and where answers go: JOBS --output OUTPUT")
+    return jobs, output

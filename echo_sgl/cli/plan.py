@@ -26,41 +26,56 @@ MAX_RESOURCES = 100
 MAX_LOADS = 20
 
 
+TraceFile = Annotated[Path, typer.Option(help="Online requests: Azure, BurstGPT, Mooncake or own.")]
+Profiles = Annotated[
+    list[Path], typer.Option(help="Written by echo-sgl calibrate; one for each device to try.")
+]
+Slo = Annotated[str, typer.Option(help="As ttft_p99=1s,tpot_p99=50ms (mean, p50, p90, p99).")]
+Jobs = Annotated[
+    Path | None, typer.Option(help="Offline lines, an OpenAI batch file.  [default: none]")
+]
+KvTokens = Annotated[str, typer.Option(help="KV pool sizes to try.")]
+Instances = Annotated[str, typer.Option(help="Numbers of servers to try.")]
+PricePerHour = Annotated[
+    str, typer.Option(help="Of one instance, in any money; one for each profile, as 2,3.5.")
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(help="Draw attainment and offline tokens against load (svg, png)."),
+]
+Loads = Annotated[str, typer.Option(help="Of the picture: multiples of the trace's rate.")]
+Config = Annotated[str, typer.Option(help="Echo's config on the servers.")]
+JobOutputTokens = Annotated[
+    int, typer.Option(help="Answer length of a line.  [default: all that it allows]", min=0)
+]
+PageTokens = Annotated[int, typer.Option(help="SGLang's --page-size.", min=1)]
+MaxRunningRequests = Annotated[int, typer.Option(help="SGLang's.", min=1)]
+ChunkedPrefillTokens = Annotated[int, typer.Option(help="SGLang's.", min=1)]
+DisableOverlapSchedule = Annotated[
+    bool, typer.Option("--disable-overlap-schedule", help="SGLang's; on a CPU it is off.")
+]
+SkipEmpty = Annotated[bool, typer.Option("--skip-empty", help="Leave out requests that failed.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
-    trace: Annotated[Path, typer.Option(help="Online requests: Azure, BurstGPT, Mooncake or own.")],
-    profile: Annotated[
-        list[Path], typer.Option(help="Written by echo-sgl calibrate; one for each device to try.")
-    ],
-    slo: Annotated[str, typer.Option(help="As ttft_p99=1s,tpot_p99=50ms (mean, p50, p90, p99).")],
-    jobs: Annotated[
-        Path | None, typer.Option(help="Offline lines, an OpenAI batch file.  [default: none]")
-    ] = None,
-    kv_tokens: Annotated[str, typer.Option(help="KV pool sizes to try.")] = "100000",
-    instances: Annotated[str, typer.Option(help="Numbers of servers to try.")] = "1",
-    price_per_hour: Annotated[
-        str, typer.Option(help="Of one instance, in any money; one for each profile, as 2,3.5.")
-    ] = "",
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw attainment and offline tokens against load (svg, png)."),
-    ] = None,
-    loads: Annotated[
-        str, typer.Option(help="Of the picture: multiples of the trace's rate.")
-    ] = "0.5,0.75,1,1.25,1.5,2",
-    config: Annotated[str, typer.Option(help="Echo's config on the servers.")] = "echo",
-    job_output_tokens: Annotated[
-        int, typer.Option(help="Answer length of a line.  [default: all that it allows]", min=0)
-    ] = 0,
-    page_tokens: Annotated[int, typer.Option(help="SGLang's --page-size.", min=1)] = 1,
-    max_running_requests: Annotated[int, typer.Option(help="SGLang's.", min=1)] = 256,
-    chunked_prefill_tokens: Annotated[int, typer.Option(help="SGLang's.", min=1)] = 8192,
-    disable_overlap_schedule: Annotated[
-        bool, typer.Option("--disable-overlap-schedule", help="SGLang's; on a CPU it is off.")
-    ] = False,
-    skip_empty: Annotated[
-        bool, typer.Option("--skip-empty", help="Leave out requests that failed.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trace: TraceFile,
+    profile: Profiles,
+    slo: Slo,
+    jobs: Jobs = None,
+    kv_tokens: KvTokens = "100000",
+    instances: Instances = "1",
+    price_per_hour: PricePerHour = "",
+    picture: Picture = None,
+    loads: Loads = "0.5,0.75,1,1.25,1.5,2",
+    config: Config = "echo",
+    job_output_tokens: JobOutputTokens = 0,
+    page_tokens: PageTokens = 1,
+    max_running_requests: MaxRunningRequests = 256,
+    chunked_prefill_tokens: ChunkedPrefillTokens = 8192,
+    disable_overlap_schedule: DisableOverlapSchedule = False,
+    skip_empty: SkipEmpty = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the smallest hardware that keeps an SLO, and what offline work it leaves room for.
 

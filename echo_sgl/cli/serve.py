@@ -29,42 +29,51 @@ PLUGIN_FILTER_ENV = "SGLANG_PLUGINS"
 SGLANG_HOST, SGLANG_PORT = "127.0.0.1", "30000"
 
 
+Config = Annotated[
+    str, typer.Option(help="TOML file, or the name of a preset that ships with the package.")
+]
+ForceProfile = Annotated[
+    bool, typer.Option(help="Use the config's profile although it is for another machine.")
+]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Measure it once it is up; write its profile.")
+]
+CalibrateSeconds = Annotated[
+    float, typer.Option(help="With --calibrate: how long to measure.", min=5)
+]
+EchoStateDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Serve OpenAI's Files and Batches; jobs and files are kept here.",
+        envvar=STATE_DIR_ENV,
+    ),
+]
+EchoDatabaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep jobs in this PostgreSQL, which several servers may share.  [default: SQLite "
+        "in the state directory]",
+        envvar=DATABASE_URL_ENV,
+    ),
+]
+EchoKeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Further API keys, one tenant a line: NAME KEY or NAME sha256:HEX.",
+        envvar=KEYS_FILE_ENV,
+    ),
+]
+
+
 def serve(
     context: typer.Context,
-    config: Annotated[
-        str, typer.Option(help="TOML file, or the name of a preset that ships with the package.")
-    ] = "echo",
-    force_profile: Annotated[
-        bool, typer.Option(help="Use the config's profile although it is for another machine.")
-    ] = False,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure it once it is up; write its profile.")
-    ] = False,
-    calibrate_seconds: Annotated[
-        float, typer.Option(help="With --calibrate: how long to measure.", min=5)
-    ] = 60.0,
-    echo_state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Serve OpenAI's Files and Batches; jobs and files are kept here.",
-            envvar=STATE_DIR_ENV,
-        ),
-    ] = None,
-    echo_database_url: Annotated[
-        str | None,
-        typer.Option(
-            help="Keep jobs in this PostgreSQL, which several servers may share.  [default: SQLite "
-            "in the state directory]",
-            envvar=DATABASE_URL_ENV,
-        ),
-    ] = None,
-    echo_keys_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Further API keys, one tenant a line: NAME KEY or NAME sha256:HEX.",
-            envvar=KEYS_FILE_ENV,
-        ),
-    ] = None,
+    config: Config = "echo",
+    force_profile: ForceProfile = False,
+    calibrate: Calibrate = False,
+    calibrate_seconds: CalibrateSeconds = 60.0,
+    echo_state_dir: EchoStateDir = None,
+    echo_database_url: EchoDatabaseUrl = None,
+    echo_keys_file: EchoKeysFile = None,
 ) -> None:
     """Start `sglang serve` with Echo on; all other arguments go to SGLang as they are.
 

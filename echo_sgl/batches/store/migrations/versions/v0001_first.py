@@ -10,6 +10,12 @@ down_revision = None
 
 
 def upgrade() -> None:
+    _create_batches()
+    _create_files()
+    _create_lines()
+
+
+def _create_batches() -> None:
     op.create_table(
         "batches",
         sa.Column("number", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
@@ -51,6 +57,9 @@ def upgrade() -> None:
     )
     op.create_index("batches_by_status", "batches", ["status"], unique=False)
     op.create_index("batches_by_tenant", "batches", ["tenant", "number"], unique=False)
+
+
+def _create_files() -> None:
     op.create_table(
         "blob_chunks",
         sa.Column("blob_id", sa.String(length=64), nullable=False),
@@ -77,6 +86,9 @@ def upgrade() -> None:
         sa.UniqueConstraint("id"),
     )
     op.create_index("files_by_tenant", "files", ["tenant", "number"], unique=False)
+
+
+def _create_lines() -> None:
     op.create_table(
         "servers",
         sa.Column("id", sa.String(length=64), nullable=False),
