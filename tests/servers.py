@@ -53,7 +53,7 @@ class ServerPool:
         self._ending: list[Server] = []
         self._max_alive = max_alive
         self._started = 0
-        self.launch = Zygote(LOGS_DIR / f"test-{os.getpid()}-zygote.log").launch
+        self.zygote = Zygote(LOGS_DIR / f"test-{os.getpid()}-zygote.log")
 
     def __call__(
         self,
@@ -124,7 +124,7 @@ class ServerPool:
         # Overlap scheduling is what servers with a GPU run.
         env = {"OMP_NUM_THREADS": "1", OVERLAP_ENV: "1", **(env or {})}
         server = start_server(
-            model, all_args, config=config, env=env, log_path=log_path, launch=self.launch
+            model, all_args, config=config, env=env, log_path=log_path, launch=self.zygote.launch
         )
         try:
             wait_ready(server)

@@ -235,7 +235,7 @@ def test_a_server_that_dies_half_way_is_waited_for_and_the_job_completes(
         tiny_model,
         (*args, "--port", port),  # the last of two equal options holds
         log_path=doomed_server.log_path.with_suffix(".again.log"),
-        launch=server_for.launch,
+        launch=server_for.zygote.launch,
     )
     try:
         stdout, stderr = running.communicate(timeout=600)

@@ -263,6 +263,6 @@ def test_a_budget_is_found_beside_offline_work_and_checked_where_it_runs(
 def run_budget(
     server: Server, slo: str, folder: Path, *more: str
 ) -> subprocess.CompletedProcess[str]:
-    trace = trace_file(folder, "TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,300\n0.5,40,2\n")
+    trace = trace_file(folder, "TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,120\n0.5,40,2\n")
     options = ("--url", server.url, "--trace", trace, "--output", folder / "new.toml")
     return run_cli("budget", "--slo", slo, *options, *more)

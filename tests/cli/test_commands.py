@@ -18,6 +18,7 @@ from echo_sgl.cli.serve import check_port
 from echo_sgl.cli.url import ServerUrlError, server_root
 from echo_sgl.config import CONFIG_ENV, DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
 from echo_sgl.errors import ConfigError
+from tests.servers import ServerPool
 
 COMMAND = (sys.executable, "-m", "echo_sgl.cli")
 
@@ -104,10 +105,13 @@ def test_serve_refuses_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
     assert "profile /nowhere/profile.json cannot be read: No such file" in result.stderr
 
 
-def test_doctor_finds_a_profile_that_serve_would_refuse(tmp_path: Path) -> None:
+def test_doctor_finds_a_profile_that_serve_would_refuse(
+    tmp_path: Path, server_for: ServerPool
+) -> None:
     config = tmp_path / "echo.toml"
     config.write_text('[estimator]\nprofile = "/nowhere/profile.json"\n')
-    result = run("doctor", "--config", config, "--json")
+    command = [*COMMAND, "doctor", "--config", str(config), "--json"]
+    result = server_for.zygote.run(command, env=os.environ, timeout_s=120)
     assert result.returncode == 1
     [problem] = json.loads(result.stdout)["checks"]["config"]
     assert "profile /nowhere/profile.json cannot be read: No such file" in problem

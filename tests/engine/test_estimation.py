@@ -15,8 +15,7 @@ from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
 from echo_sgl.engine.server_facts import captured_batch_sizes, transformer_sizes
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.profile import Profile, save_profile
-from eval.models import demo_model
-from eval.server import CPU_ARGS, ServerStartError, running_server
+from eval.server import ServerStartError
 from tests.estimators.steps import shape_of, true_model
 
 SERVER: dict[str, Any] = {
@@ -193,16 +192,12 @@ def test_captured_sizes_are_read_off_the_runner(captured, read):
 
 
 @pytest.mark.server
-def test_a_server_with_the_profile_of_another_machine_ends_and_says_why(profile, tmp_path):
-    settings = tmp_path / "echo.toml"
-    settings.write_text(f'[estimator]\nprofile = "{profile}"\n')
-    log_path = tmp_path / "server.log"
-    with (
-        pytest.raises(ServerStartError, match="the server ended"),
-        running_server(demo_model("tiny"), CPU_ARGS, config=settings, log_path=log_path),
-    ):
-        pass
-    log = log_path.read_text()
+def test_a_server_with_the_profile_of_another_machine_ends_and_says_why(
+    profile, server_for, write_config
+):
+    with pytest.raises(ServerStartError, match="the server ended") as ended:
+        server_for(config=str(write_config(estimator={"profile": str(profile)})))
+    log = str(ended.value)
     assert "device is 'some device' and this server's is" in log
     assert "use the profile anyway with --force-profile" in log
 

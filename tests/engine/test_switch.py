@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from echo_sgl.config import CONFIG_ENV, resolve_config_path
 from echo_sgl.engine.seams import HOOKS
 from eval.server import CPU_ARGS
+from tests.quick_start.zygote import Zygote
+from tests.servers import ServerPool
 
 pytestmark = pytest.mark.server
 
@@ -34,22 +37,23 @@ print(json.dumps({
 """
 
 
-def run(*command: str, config: Path | str | None = None, **env: str) -> subprocess.CompletedProcess:
+def run(
+    *command: str, config: Path | str | None = None, zygote: Zygote | None = None, **env: str
+) -> subprocess.CompletedProcess:
+    """A Python of its own; with a zygote, one that imported SGLang before it loads plugins."""
     full = {key: value for key, value in os.environ.items() if key != CONFIG_ENV}
     full |= {CONFIG_ENV: str(config)} if config else {}
-    return subprocess.run(
-        [sys.executable, *command],
-        check=False,
-        env=full | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    argv, env = [sys.executable, *command], full | env
+    if zygote is not None:
+        return zygote.run(argv, env=env, timeout_s=300)
+    return subprocess.run(argv, check=False, env=env, capture_output=True, text=True, timeout=300)
 
 
-def serve(model: Path, *args: str, config: Path | str) -> subprocess.CompletedProcess:
+@pytest.fixture
+def serve(server_for: ServerPool, tiny_model: Path) -> Callable[..., subprocess.CompletedProcess]:
     script = str(Path(sys.executable).with_name("sglang"))
-    return run(script, "serve", "--model-path", str(model), *CPU_ARGS, *args, config=config)
+    command = (script, "serve", "--model-path", str(tiny_model), *CPU_ARGS)
+    return lambda *args, config: run(*command, *args, config=config, zygote=server_for.zygote)
 
 
 def test_off_means_no_hook_and_no_engine_code():
@@ -64,15 +68,15 @@ def test_on_means_every_hook_is_applied():
     assert report["patched"] == report["hooks"]
 
 
-def test_a_config_that_is_not_there_stops_the_server_with_its_name(tiny_model):
-    result = serve(tiny_model, config="/nowhere/echo.toml")
+def test_a_config_that_is_not_there_stops_the_server_with_its_name(serve):
+    result = serve(config="/nowhere/echo.toml")
     assert result.returncode != 0
     assert "echo-sgl: config file /nowhere/echo.toml cannot be read" in result.stderr
 
 
-def test_a_setting_that_echo_does_not_support_stops_the_server_with_its_name(tiny_model):
+def test_a_setting_that_echo_does_not_support_stops_the_server_with_its_name(serve):
     config = resolve_config_path("echo")
-    result = serve(tiny_model, "--tokenizer-worker-num", "2", config=config)
+    result = serve("--tokenizer-worker-num", "2", config=config)
     assert result.returncode != 0
     assert "echo-sgl: Echo does not support --tokenizer-worker-num > 1" in result.stderr
 
@@ -87,22 +91,23 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("change", BROKEN, ids=["version", "signature", "not-applied"])
-def test_an_engine_that_does_not_fit_stops_the_process(change):
+def test_an_engine_that_does_not_fit_stops_the_process(change, server_for):
     """What is found is changed before SGLang loads plugins, as another release would."""
     imports = f"from echo_sgl.engine import seams\n{change}\n"
     report = REPORT.replace("\nload_plugins()", f"\n{imports}load_plugins()")
-    result = run("-c", report, config=resolve_config_path("echo"))
+    result = run("-c", report, config=resolve_config_path("echo"), zygote=server_for.zygote)
     assert result.returncode == 1
     assert result.stderr.rstrip().splitlines()[-1].startswith("echo-sgl: ")
     assert BROKEN[change] in result.stderr
     assert result.stdout == ""
 
 
-def test_doctor_prints_the_same_check_without_a_server():
+def test_doctor_prints_the_same_check_without_a_server(server_for):
     good = run("-m", "echo_sgl.cli", "doctor", "--json")
     assert good.returncode == 0
     assert json.loads(good.stdout)["ok"] is True
-    bad = run("-m", "echo_sgl.cli", "doctor", "--config", "nope.toml", SGLANG_PLUGINS="other")
+    command = ("-m", "echo_sgl.cli", "doctor", "--config", "nope.toml")
+    bad = run(*command, zygote=server_for.zygote, SGLANG_PLUGINS="other")
     assert bad.returncode == 1
     assert "SGLang would not load Echo" in " ".join(bad.stdout.split())
     assert "nope.toml cannot be read" in " ".join(bad.stdout.split())

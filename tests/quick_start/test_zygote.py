@@ -39,8 +39,8 @@ def launch(server_for: ServerPool, tmp_path: Path):
         script, output = tmp_path / "script.py", tmp_path / "output"
         script.write_text(text)
         with output.open("wb") as stdout:
-            command = [sys.executable, str(script), *args]
-            return server_for.launch(command, stdout=stdout, env={"TMPDIR": str(tmp_path)}), output
+            command, env = [sys.executable, str(script), *args], {"TMPDIR": str(tmp_path)}
+            return server_for.zygote.launch(command, stdout=stdout, env=env), output
 
     return launched
 
@@ -52,6 +52,15 @@ def test_it_has_its_own_arguments_and_environment_and_its_children_are_its_own(
     assert process.wait(60) == process.poll() == 3
     child = [str(tmp_path), "__mp_main__", True]
     assert output.read_text().splitlines()[-1] == f"True {child} 0 {['--of', 'its own']}"
+
+
+def test_its_two_outputs_are_told_apart(server_for: ServerPool) -> None:
+    script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit('why')"
+    ended = server_for.zygote.run([sys.executable, "-c", script], env={}, timeout_s=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "out\n", "err\nwhy\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+        server_for.zygote.run(sleeping, env={}, timeout_s=0.1)
 
 
 def test_whoever_asked_can_wait_for_it_and_end_it(launch) -> None:

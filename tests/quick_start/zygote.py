@@ -53,15 +53,32 @@ class Zygote:
         command: Sequence[str],
         *,
         stdout: BinaryIO,
+        stderr: BinaryIO | int = subprocess.STDOUT,
         env: Mapping[str, str],
         **_: Any,
     ) -> Forked:
-        """Like `subprocess.Popen` of a Python command with one output and a session of its own."""
+        """Like `subprocess.Popen` of a Python command with a session of its own."""
         if self._channel is None:
             self._channel = _start(self._log_path)
         args = list(command)
         fork = {"arguments": args[1:], "env": dict(env), "cwd": os.getcwd(), "leads": True}
-        return Forked(args, _ask(self._channel, fork, [stdout.fileno()]))
+        errors = stdout if isinstance(stderr, int) else stderr
+        return Forked(args, _ask(self._channel, fork, [stdout.fileno(), errors.fileno()]))
+
+    def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Like `subprocess.run` of a Python command whose outputs are kept as text."""
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            process = self.launch(command, stdout=stdout, stderr=stderr, env=env)
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+            said = [_text(output) for output in (stdout, stderr)]
+        return subprocess.CompletedProcess(process.args, code, *said)
 
 
 class Forked:
@@ -96,6 +113,11 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _text(output: BinaryIO) -> str:
+    output.seek(0)
+    return output.read().decode()
 
 
 def _start(log_path: Path) -> socket.socket:
@@ -162,9 +184,9 @@ def _become(fork: dict[str, Any], fds: list[int]) -> None:
     if fork["leads"]:
         os.setsid()
         _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        for target in (1, 2):
-            os.dup2(fds[0], target)
-        os.close(fds[0])
+        for target, fd in enumerate(fds, start=1):
+            os.dup2(fd, target)
+            os.close(fd)
         _bear_own_zygote()
         os.execv = lambda _, argv: _run(argv[1:])
     else:
