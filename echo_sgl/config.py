@@ -135,7 +135,9 @@ class StepsConfig:
     0 none does. One whose first token is late lets others go first that can be in time, until it
     is late by `late_wait_s`; with 0 all are served as they came. `online_chunks` "whole" prefills
     online prompts in SGLang's chunks, with decodes between them where they are due; "slack" cuts
-    them to what online decodes have left.
+    them to what online decodes have left. With `split_online`, unless `ttft_margin` is 0, online
+    requests are prefilled in two steps where one would make a first token late, see
+    `policies/first_tokens.py`.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all
@@ -170,6 +172,7 @@ class StepsConfig:
     ahead_tokens: float = _number(8.0, 0.0, 1000.0)
     late_wait_s: float = _number(0.0, 0.0, 3600.0)
     online_chunks: str = _choice("whole", "whole", "slack")
+    split_online: bool = _switch(True)
     decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
     park: bool = _switch(True)
     replace: bool = _switch(False)

@@ -59,8 +59,10 @@ class SlackLimit(StepLimit):
     first token however much slack there is. So the time beside online decodes is less the closer
     online requests come to `place_share` of the places, and none from there on.
 
-    Source: Echo 5.1; yielding to first tokens (`margin_s` 0 is without) and looking at places
-    (`place_share` 0 is without) are ours. Units: seconds.
+    `splits_online`: first tokens that would be late together come apart, see `first_tokens.py`.
+
+    Source: Echo 5.1; yielding to first tokens (`margin_s` 0 is without, and without splitting) and
+    looking at places (`place_share` 0 is without) are ours. Units: seconds.
     """
 
     keeps_room = True
@@ -74,12 +76,14 @@ class SlackLimit(StepLimit):
         use: SlackUse | None = None,
         place_share: float = 0.0,
         cuts_online_chunks: bool = False,
+        splits_online: bool = False,
     ) -> None:
         super().__init__(stall_s)
         self.cuts_online_chunks = cuts_online_chunks
         self._margin_s, self._tpot_s = margin_s, tpot_s
         self._use = use or SlackUse()
         self._place_share = place_share or math.inf
+        self._splits_online = splits_online and margin_s > 0.0
 
     def limit_s(self, view: OnlineView) -> float:
         return self._near_full(view, super().limit_s(view))
@@ -121,6 +125,10 @@ class SlackLimit(StepLimit):
             if 0.0 <= slack_s < view.chunk_s and left_s < spare_s:
                 return True
         return False
+
+    def splits_online(self, view: OnlineView) -> bool:
+        # Where there is no offline work for want of places, a second prefill costs too much.
+        return self._splits_online and view.places_ahead < self._place_share
 
     def chunk_limit_s(self, view: OnlineView) -> float:
         spare_s = self._spare_s(view, view.first_due_s)

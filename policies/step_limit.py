@@ -150,6 +150,10 @@ class StepLimit(ABC):
         """Whether online decodes go before online prefill because one ends in time so."""
         return False
 
+    def splits_online(self, view: OnlineView) -> bool:
+        """Whether online requests are prefilled in two steps where one would make some late."""
+        return False
+
     def is_pressed(self, view: OnlineView, due_s: float) -> bool:
         """Whether a request that waits, with its next token due then, can do so no longer."""
         return False

@@ -123,6 +123,7 @@ def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
             use=use,
             place_share=steps.place_share,
             cuts_online_chunks=steps.online_chunks == "slack",
+            splits_online=steps.split_online,
         )
     if steps.limit == "relative":
         return RelativeLimit(stall_s, steps.max_inflation)

@@ -23,6 +23,7 @@ from echo_sgl.policies.gathering import Gathering
 from echo_sgl.policies.gating import Gating
 from echo_sgl.policies.held_plan import HeldPlan
 from echo_sgl.policies.late_last import LateLast
+from echo_sgl.policies.online_planner import OnlinePlanner, page_aligned
 from echo_sgl.policies.place_trend import PlaceTrend
 from echo_sgl.policies.places import Placed, Places, Queued
 from echo_sgl.policies.step_limit import (
@@ -34,11 +35,8 @@ from echo_sgl.policies.step_limit import (
     StepLimit,
 )
 
-# Online requests wait for others to start with in a queue that holds so many lots.
-QUEUED_LOTS = 2
 
-
-class StepPlanner(DecodePlanner):
+class StepPlanner(DecodePlanner, OnlinePlanner):
     """Holds the work of one step against a limit.
 
     While the estimator knows nothing, offline work beside online requests is kept to one
@@ -254,30 +252,6 @@ class StepPlanner(DecodePlanner):
             left_tokens=left_tokens,
         )
 
-    def _online_gathers(self) -> bool:
-        """Whether online requests that found no place wait for others to start with.
-
-        In a long queue, which gets shorter by it, while the first of them is in time after another
-        decode step, too.
-        """
-        lots, view, num_waiting = self.online_lots, self.view, self._num_waiting
-        if num_waiting < QUEUED_LOTS * (lots.num_places + 1) or not self.limit.keeps_room:
-            return False
-        if not lots.waits(len(self._online_decodes), num_waiting):
-            return False
-        lot_s = lots.lot_s(self.estimator.upper, self._chunk_tokens)
-        in_time = view.now_s + view.alone_s + lot_s <= view.first_due_s
-        return in_time and math.isfinite(lot_s)
-
-    def _decodes_are_due(self, cached_tokens: int) -> bool:
-        """Whether online decodes go before the next chunk of an online prefill."""
-        if self.limit.holds_for_each_step:
-            return True
-        room_s = self.limit.chunk_limit_s(self.view)
-        if self.limit.cuts_online_chunks:
-            return not self._smallest_chunk_fits(room_s, cached_tokens)
-        return room_s <= 0.0
-
     def offline_chunk_tokens(
         self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int
     ) -> int:
@@ -288,7 +262,7 @@ class StepPlanner(DecodePlanner):
         if not self._is_known:
             if not self.view.is_present:
                 return max_tokens
-            return 0 if shape.num_prefills else _page_aligned(smallest, max_tokens, page_size)
+            return 0 if shape.num_prefills else page_aligned(smallest, max_tokens, page_size)
         tokens = longest_prefill(
             self.estimator.upper,
             shape,
@@ -298,7 +272,7 @@ class StepPlanner(DecodePlanner):
             cached_tokens=cached_tokens,
         )
         if tokens < smallest and not self.view.is_present and not shape.num_prefills:
-            return _page_aligned(smallest, max_tokens, page_size)
+            return page_aligned(smallest, max_tokens, page_size)
         return tokens if tokens >= smallest else 0
 
     def keeps_chunk_waiting(
@@ -314,39 +288,6 @@ class StepPlanner(DecodePlanner):
         )
         return not chunk_tokens
 
-    def online_chunk_tokens(
-        self, shape: BatchShape, *, cached_tokens: int, max_tokens: int, page_size: int
-    ) -> int:
-        """New tokens of an online prefill that may join `shape`: never 0.
-
-        What online decodes have left, if the limit cuts it and its own first token is not more
-        urgent. A step that only prefills has as much as is worth it where online requests queue:
-        a queue that is served in short chunks only grows.
-        """
-        if not self.limit.cuts_online_chunks or not self._is_known:
-            return max_tokens
-        limit_s = self.limit.chunk_limit_s(self.view)
-        if math.isinf(limit_s):
-            return max_tokens
-        tokens = longest_prefill(
-            self.estimator.upper,
-            shape,
-            limit_s,
-            max_tokens=max_tokens,
-            page_size=page_size,
-            cached_tokens=cached_tokens,
-        )
-        is_late = self.view.first_due_s < self.view.decode_due_s
-        if tokens == max_tokens or is_late:
-            return max_tokens
-        smallest = self._config.min_chunk_tokens
-        if self._num_waiting > 1 and not shape.num_decodes:
-            worth = self.chunk_wait.tokens(
-                self.estimator.upper, self.limit.prefill_stall_s, cached_tokens
-            )
-            smallest = max(smallest, worth - shape.prefill_tokens)
-        return max(tokens, _page_aligned(min(max_tokens, smallest), max_tokens, page_size))
-
     def room_s(self, shape: BatchShape) -> float:
         """What `shape` may take: online decodes that are not in it have to be made up for."""
         return self.limit_s if shape.num_decodes else self.prefill_room_s
@@ -359,10 +300,6 @@ class StepPlanner(DecodePlanner):
         time_s = self.estimator.upper.predict_s(shape)
         shape.undo()
         return time_s
-
-    def _smallest_chunk_fits(self, limit_s: float, cached_tokens: int) -> bool:
-        smallest = self._config.min_chunk_tokens
-        return prefill_alone_s(self.estimator.upper, smallest, cached_tokens) <= limit_s
 
     def gives_way(self, waiting: Queued, decodes: Iterable[Placed]) -> str | None:
         """Which online decode leaves its place to a request that waits.
@@ -386,8 +323,3 @@ class StepPlanner(DecodePlanner):
     def online_waits(self) -> bool:
         """Whether an online request waits or is being prefilled."""
         return self._num_waiting > 0
-
-
-def _page_aligned(tokens: int, max_tokens: int, page_size: int) -> int:
-    """At least `tokens`, in whole pages unless it is all there is."""
-    return min(max_tokens, -(-tokens // page_size) * page_size)

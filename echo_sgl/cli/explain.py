@@ -181,6 +181,13 @@ def _late(facts: Facts) -> str:
     )
 
 
+def _step(facts: Facts) -> str:
+    return (
+        "for a prefill step of its own: in that of others it would make a first token late that "
+        f"was due in {_seconds(facts['first_due_in_s'])} (steps.split_online)."
+    )
+
+
 def _gather(facts: Facts, setting: str = "steps.gather") -> str:
     return (
         f"for others to start with it in one prefill step: there is room for "
@@ -209,6 +216,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "prefix": _prefix,
     "ahead": _ahead,
     "late": _late,
+    "step": _step,
     "gather": _gather,
     "queue": partial(_gather, setting="steps.gather_online"),
     "gate": _gate,

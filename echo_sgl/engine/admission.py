@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,10 @@ from sglang.srt.managers.schedule_policy import (
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.engine.held_tokens import held_tokens
+from echo_sgl.engine.places import queued
 from echo_sgl.engine.refusals import Reason
 from echo_sgl.engine.tasks import task_of
+from echo_sgl.policies.first_tokens import Joining
 from echo_sgl.types import Task
 
 if TYPE_CHECKING:
@@ -49,7 +52,8 @@ class EchoPrefillAdder(PrefillAdder):
     this pass has promised `planned_tokens`. `inflight` are the requests whose prefill is
     launched but not yet in the tree. `yields_to_priorities` says whether SGLang's own
     preemption among online requests was asked for, `trades_places` whether their places may
-    change hands by due time. `shape` is the step as it stands, held against the limit by `control`.
+    change hands by due time. `shape` is the step as it stands, held against the limit by `control`;
+    `first_due_s` when the first of the online requests is due that it prefills to the end.
     """
 
     rem_chunk_tokens: int | None
@@ -58,6 +62,7 @@ class EchoPrefillAdder(PrefillAdder):
     control: StepControl
     shape: BatchShape
     planned_tokens: int = 0
+    first_due_s: float = math.inf
     inflight: Sequence[Req] = ()
     yields_to_priorities: bool = False
     trades_places: bool = False
@@ -93,6 +98,8 @@ class EchoPrefillAdder(PrefillAdder):
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
         with self.control.own_time:
+            if self._starts_later(req):
+                return AddReqResult.OTHER
             chunk_tokens = self.control.planner.online_chunk_tokens(
                 self.shape,
                 cached_tokens=_cached_tokens(req),
@@ -103,6 +110,18 @@ class EchoPrefillAdder(PrefillAdder):
             # One request at a time may be between chunks; this one comes after it.
             return AddReqResult.OTHER
         return self._add_chunk(req, chunk_tokens, has_chunked_req, truncation_align_size)
+
+    def _starts_later(self, req: Req) -> bool:
+        """Whether it would make the first token of an online request late that is in the step."""
+        due_s, new_tokens = queued(req).due_s, _new_tokens(req)
+        most_tokens = new_tokens if self.rem_chunk_tokens is None else self.rem_chunk_tokens
+        joining = Joining(min(new_tokens, most_tokens), _cached_tokens(req), due_s)
+        planner, first_due_s = self.control.planner, self.first_due_s
+        if not planner.online_starts_later(self.shape, joining, first_due_s=first_due_s):
+            return False
+        due_in_s = first_due_s - planner.view.now_s
+        self.control.refuse(Reason.STEP, req.rid, first_due_in_s=due_in_s)
+        return True
 
     def _fits_whole(self, req: Req, chunk_tokens: int) -> bool:
         """Whether neither the limit nor what is left of SGLang's chunk would cut it.
@@ -116,7 +135,7 @@ class EchoPrefillAdder(PrefillAdder):
         before = self.rem_input_tokens
         unfinished = super().add_chunked_req(req)
         if self._was_added(req):
-            self.shape.add_prefill(req.extend_len, req.prefix_len)
+            self._note_added(req, ends=unfinished is None)
             self.planned_tokens += req.extend_len if is_offline(req) else 0
         if is_offline(req):
             self._charge_offline(before - self.rem_input_tokens)
@@ -245,9 +264,16 @@ class EchoPrefillAdder(PrefillAdder):
             self.rem_chunk_tokens = whole_chunk - (share - (self.rem_chunk_tokens or 0))
         if not self._was_added(req):
             return result
-        self.shape.add_prefill(req.extend_len, req.prefix_len)
+        ends = self.new_chunked_req is not req
+        self._note_added(req, ends=ends)
         # One request at a time may be between chunks; else go on while the whole chunk lasts.
-        return AddReqResult.OTHER if self.new_chunked_req is req else self.budget_state()
+        return self.budget_state() if ends else AddReqResult.OTHER
+
+    def _note_added(self, req: Req, *, ends: bool) -> None:
+        """The step prefills a part of its prompt; `ends`: the last one."""
+        self.shape.add_prefill(req.extend_len, req.prefix_len)
+        if ends and not is_offline(req):
+            self.first_due_s = min(self.first_due_s, queued(req).due_s)
 
     def _prefix_is_being_computed(self, req: Req) -> bool:
         """Whether a neighbour in prefix order computes, right now, what this one would.

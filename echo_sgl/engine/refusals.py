@@ -30,6 +30,8 @@ class Reason(StrEnum):
     """It has time: it was ahead of its due time, and another request would have been late."""
     LATE = "late"
     """Its first token is late, and others that wait can be in time."""
+    STEP = "step"
+    """A prefill step of its own: in that of others it would make a first token late."""
     GATHER = "gather"
     """It starts with others in one prefill step, once more have left."""
     QUEUE = "queue"

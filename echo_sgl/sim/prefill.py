@@ -6,10 +6,12 @@ ends the pass, one prefill at a time may be between chunks.
 
 from __future__ import annotations
 
+import math
 from enum import Enum, auto
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, mean_bucket, rank
+from echo_sgl.policies.first_tokens import Joining
 from echo_sgl.sim.scheduler import SimScheduler, StepPlan
 from echo_sgl.sim.workload import SimRequest
 
@@ -44,6 +46,7 @@ class PrefillPass:
         self._prefills: list[tuple[SimRequest, int, int]] = []
         self._in_line: SimRequest | None = None
         self._is_full = False
+        self._first_due_s = math.inf
 
     def run(self) -> StepPlan | None:
         """The prefills of this step, with their memory taken; None without any."""
@@ -288,6 +291,8 @@ class PrefillPass:
         most = min(need, budget)
         if request.is_offline:
             new = self._offline_room(request, most)
+        elif self._starts_later(request, most, prefix_tokens):
+            return Verdict.REFUSED
         else:
             new = self._online_room(request, most)
         if new < need:
@@ -320,6 +325,8 @@ class PrefillPass:
             return
         if scheduler.chunked is request:
             scheduler.chunked = None
+        if not request.is_offline:
+            self._first_due_s = min(self._first_due_s, scheduler.waiting.due_s(request))
         self._promised_tokens += request.planned_tokens
 
     def _budget(self) -> int:
@@ -338,6 +345,13 @@ class PrefillPass:
         growth = scheduler.growth_of(scheduler.online, left_out_tokens)
         growth += scheduler.growth_of(scheduler.offline)
         return self._kv.available_tokens - growth - self._promised_tokens
+
+    def _starts_later(self, request: SimRequest, new_tokens: int, cached_tokens: int) -> bool:
+        """Whether it would make the first token of an online request late that is in the step."""
+        joining = Joining(new_tokens, cached_tokens, self._scheduler.waiting.due_s(request))
+        return self._planner.online_starts_later(
+            self._shape, joining, first_due_s=self._first_due_s
+        )
 
     def _online_room(self, request: SimRequest, most: int) -> int:
         return self._planner.online_chunk_tokens(

@@ -17,7 +17,7 @@ FLEX = {"service_tier": "flex"}
 WAIT_LIMIT_S = 120.0
 
 
-def completion(prompt: str, max_tokens: int = 8, **extra: Any) -> dict[str, Any]:
+def completion(prompt: str | list[str], max_tokens: int = 8, **extra: Any) -> dict[str, Any]:
     return {
         "model": "any",
         "prompt": prompt,
