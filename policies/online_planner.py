@@ -68,7 +68,7 @@ class OnlinePlanner:
         """Whether an online request is prefilled after the step that is `shape` so far, and not in
         it, see `starts_later`. `first_due_s`: the least due time of who is in it.
         """
-        if math.isinf(first_due_s) or not (self._is_known and self.limit.splits_online(self.view)):
+        if not (self._is_known and self.limit.splits_online(self.view)):
             return False
         return starts_later(
             self.estimator.upper,

@@ -113,10 +113,12 @@ class EchoPrefillAdder(PrefillAdder):
 
     def _starts_later(self, req: Req) -> bool:
         """Whether it would make the first token of an online request late that is in the step."""
+        planner, first_due_s = self.control.planner, self.first_due_s
+        if math.isinf(first_due_s):
+            return False
         due_s, new_tokens = queued(req).due_s, _new_tokens(req)
         most_tokens = new_tokens if self.rem_chunk_tokens is None else self.rem_chunk_tokens
         joining = Joining(min(new_tokens, most_tokens), _cached_tokens(req), due_s)
-        planner, first_due_s = self.control.planner, self.first_due_s
         if not planner.online_starts_later(self.shape, joining, first_due_s=first_due_s):
             return False
         due_in_s = first_due_s - planner.view.now_s

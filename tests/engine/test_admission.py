@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.own_time import OwnTime
+from echo_sgl.engine.refusals import Reason
+from echo_sgl.policies.first_tokens import Joining
 
 
 def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPrefillAdder:
@@ -88,6 +91,24 @@ def test_where_no_prompt_may_be_cut_a_shorter_one_gets_its_chance(left, need, ha
 def test_without_one_between_chunks_a_request_may_be_cut():
     one = adder(left=100, limit_tokens=512)
     assert one._add_online(request(200), False, None) is AddReqResult.CONTINUE
+
+
+@pytest.mark.parametrize(("first_due_s", "result"), [(9.0, "OTHER"), (math.inf, "CONTINUE")])
+def test_who_would_make_another_late_ends_the_pass_and_is_told_why(first_due_s, result):
+    one, asked, told = adder(left=150, limit_tokens=512), [], []
+    one.control.planner.view = SimpleNamespace(now_s=8.0)
+    one.control.planner.online_starts_later = lambda shape, joining, **_: not asked.append(joining)
+    one.control.refuse = lambda *args, **facts: told.append((*args, facts))
+    one.first_due_s = first_due_s
+    req = request(200)
+    req.output_ids = []
+    req.echo_terms = SimpleNamespace(is_offline=False, due_s=lambda num_tokens: 9.5)
+    assert one._add_online(req, False, None) is AddReqResult[result]
+    if result == "OTHER":
+        assert asked == [Joining(new_tokens=150, cached_tokens=0, due_s=9.5)]
+        assert told == [(Reason.STEP, "a", {"first_due_in_s": 1.0})]
+    else:
+        assert not asked and not told
 
 
 def with_answer(
