@@ -109,7 +109,7 @@ def points() -> Iterator[Point]:
 
 def run_point(options: ChunksOptions, point: Point) -> dict[str, Any]:
     """One row: promises kept, latencies and what the job got."""
-    load = _load(options, point.server, point.workload, point.rate_rps, point.seed)
+    load = load_of(point.server, point.workload, point.rate_rps, point.seed, options.duration_s)
     slo = load.promise(SLO_FACTORS.get(point.server, GPU_SLO_FACTOR))
     echo = with_sections(load_config(CONFIGS_DIR / "echo.toml"), SETTINGS[point.setting])
     records = load.run(with_slo(echo, slo), [*load.offline, *load.online])
@@ -126,10 +126,10 @@ def run_point(options: ChunksOptions, point: Point) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def _load(options: ChunksOptions, server: str, workload: str, rate_rps: float, seed: int) -> Load:
+def load_of(server: str, workload: str, rate_rps: float, seed: int, duration_s: float) -> Load:
     """Points of the same load follow each other, and share it."""
     pattern = Pattern(workload, seed=seed, **({} if server == "CPU" else WHOLE))
-    return Load(rate_rps, pattern, duration_s=options.duration_s, server=SERVERS[server])
+    return Load(rate_rps, pattern, duration_s=duration_s, server=SERVERS[server])
 
 
 def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

@@ -10,7 +10,6 @@ summary.json and summary.md.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,21 +19,18 @@ import numpy as np
 
 from echo_sgl.config import load_config
 from echo_sgl.types import Task
-from eval.chunks import GPU_SLO_FACTOR, SERVERS, SLO_FACTORS
+from eval.chunks import GPU_SLO_FACTOR, SERVERS, SLO_FACTORS, load_of
 from eval.options import check_options, option
 from eval.report import table
 from eval.simulated_load import (
     CONFIGS_DIR,
     LEAD_S,
-    Load,
-    Pattern,
     latencies,
     with_sections,
     with_slo,
 )
 from eval.simulated_points import parse_points, simulate_points, write_points
 from eval.summary import tokens_per_s
-from eval.unpromised import WHOLE
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
 # Of which servers, and mean online requests a second.
@@ -88,7 +84,7 @@ def run_point(options: FirstTokensOptions, point: Point) -> dict[str, Any]:
 
 
 def _served(options: FirstTokensOptions, point: Point, split_online: bool) -> dict[str, float]:
-    load = _load(options, point.server, point.workload, point.rate_rps, point.seed)
+    load = load_of(point.server, point.workload, point.rate_rps, point.seed, options.duration_s)
     slo = load.promise(SLO_FACTORS.get(point.server, GPU_SLO_FACTOR))
     preset = load_config(CONFIGS_DIR / "echo.toml")
     echo = with_sections(preset, {"steps": {"split_online": split_online}})
@@ -102,15 +98,6 @@ def _served(options: FirstTokensOptions, point: Point, split_online: bool) -> di
         "num_late_first": int(np.sum(~in_time)),
         "offline_tokens_per_s": tokens_per_s(records, LEAD_S, LEAD_S + options.duration_s),
     }
-
-
-@functools.lru_cache(maxsize=1)
-def _load(
-    options: FirstTokensOptions, server: str, workload: str, rate_rps: float, seed: int
-) -> Load:
-    """Points of the same load follow each other, and share it."""
-    pattern = Pattern(workload, seed=seed, **({} if server == "CPU" else WHOLE))
-    return Load(rate_rps, pattern, duration_s=options.duration_s, server=SERVERS[server])
 
 
 def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

@@ -348,6 +348,8 @@ class PrefillPass:
 
     def _starts_later(self, request: SimRequest, new_tokens: int, cached_tokens: int) -> bool:
         """Whether it would make the first token of an online request late that is in the step."""
+        if math.isinf(self._first_due_s):
+            return False
         joining = Joining(new_tokens, cached_tokens, self._scheduler.waiting.due_s(request))
         return self._planner.online_starts_later(
             self._shape, joining, first_due_s=self._first_due_s
