@@ -130,9 +130,10 @@ class StepsConfig:
     for two thirds of `place_share` of the server's places (`--max-running-requests`), offline work
     gets less beside them, and nothing from `place_share` on; with 0 places do not matter. What is
     more than their mean over `place_trend_s` counts twice, for a burst goes on. Where all are
-    taken, an online decode that is `ahead_tokens` TPOTs ahead of its due time gives its place to an
-    online request that comes too close to its own (`ttft_margin`), and is back when it is due; with
-    0 none does. One whose first token is late lets others go first that can be in time, until it
+    taken, an online decode that is ahead of its due time gives its place to an online request that
+    comes too close to its own (`ttft_margin`), and is back when it is due: if the other one has it
+    for `place_gain` times what the return takes from all others, see `policies/places.py`; with 0
+    none does. One whose first token is late lets others go first that can be in time, until it
     is late by `late_wait_s`; with 0 all are served as they came. `online_chunks` "whole" prefills
     online prompts in SGLang's chunks, with decodes between them where they are due; "slack" cuts
     them to what online decodes have left. With `split_online`, unless `ttft_margin` is 0, online
@@ -169,7 +170,7 @@ class StepsConfig:
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
     place_share: float = _number(0.67, 0.0, 1.0)
     place_trend_s: float = _number(10.0, 0.0, 3600.0)
-    ahead_tokens: float = _number(8.0, 0.0, 1000.0)
+    place_gain: float = _number(2.0, 0.0, 1000.0)
     late_wait_s: float = _number(0.0, 0.0, 3600.0)
     online_chunks: str = _choice("whole", "whole", "slack")
     split_online: bool = _switch(True)

@@ -50,6 +50,7 @@ SERVERS = {
     "H200, 64 places": SimulatedServer(PROFILE, SMALL_POOL, overlap=True),
     "H200, 256 places": SimulatedServer(PROFILE, H200_SIZES, overlap=True),
     "CPU": CPU_SERVER,
+    "fast CPU": SimulatedServer(RESULTS_DIR / "step-times" / "base-profile.json"),
 }
 # Of which servers, and mean online requests a second.
 LOADS = {
@@ -58,7 +59,7 @@ LOADS = {
     "CPU": (("azure-qmsum", "bursts-loogle", "llm-d"), (0.5, 1.6)),
 }
 # Of the online requests alone; as in the ablation.
-SLO_FACTORS = {"CPU": "1.5"}
+SLO_FACTORS = dict.fromkeys(("CPU", "fast CPU"), "1.5")
 GPU_SLO_FACTOR = "1.2,1.1"
 SEEDS = (0, 1)
 # Prefill steps then have what decode steps have.
@@ -128,7 +129,7 @@ def run_point(options: ChunksOptions, point: Point) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def load_of(server: str, workload: str, rate_rps: float, seed: int, duration_s: float) -> Load:
     """Points of the same load follow each other, and share it."""
-    pattern = Pattern(workload, seed=seed, **({} if server == "CPU" else WHOLE))
+    pattern = Pattern(workload, seed=seed, **({} if server in SLO_FACTORS else WHOLE))
     return Load(rate_rps, pattern, duration_s=duration_s, server=SERVERS[server])
 
 

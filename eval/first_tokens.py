@@ -1,4 +1,4 @@
-"""What it gains to prefill online requests in two steps (`steps.split_online`), simulated.
+"""What the rules about first tokens gain, simulated: `steps.split_online` and `steps.place_gain`.
 
     python -m eval.first_tokens --workers 2
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from echo_sgl.config import load_config
 from echo_sgl.types import Task
+from eval.cache_arms import Sections
 from eval.chunks import GPU_SLO_FACTOR, SERVERS, SLO_FACTORS, load_of
 from eval.options import check_options, option
 from eval.report import table
@@ -35,13 +36,20 @@ from eval.summary import tokens_per_s
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
 # Of which servers, and mean online requests a second.
 LOADS = {
-    "H200, 64 places": (("llm-d",), (4.0, 8.0, 12.0)),
+    "H200, 64 places": (("llm-d",), (4.0, 8.0, 12.0, 16.0)),
     "H200, 256 places": (("azure-qmsum", "bursts-loogle"), (4.0, 8.0, 12.0)),
-    "CPU": (("llm-d", "long-answers"), (1.6,)),
+    "CPU": (("llm-d", "long-answers"), (1.6, 3.2)),
+    "fast CPU": (("llm-d", "bursts-loogle"), (5.0, 7.0)),
+}
+SETTINGS: dict[str, Sections] = {
+    "echo.toml": {},
+    "split_online false": {"steps": {"split_online": False}},
+    **{f"place_gain {gain:g}": {"steps": {"place_gain": gain}} for gain in (0.0, 4.0)},
 }
 SEEDS = range(4)
 # How many times as long steps take as when the promises were taken.
 SLOWNESS = (1.0, 1.1)
+LOAD_KEYS = ("server", "workload", "rate_rps", "slowness")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,13 +66,14 @@ class FirstTokensOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """One load on one server; `slowness`: see `SLOWNESS`."""
+    """One load on one server under one setting; `slowness`: see `SLOWNESS`."""
 
     server: str
     workload: str
     rate_rps: float
     seed: int
     slowness: float
+    setting: str
 
 
 def points() -> Iterator[Point]:
@@ -73,26 +82,21 @@ def points() -> Iterator[Point]:
             for rate_rps in rates_rps:
                 for seed in SEEDS:
                     for slowness in SLOWNESS:
-                        yield Point(server, workload, rate_rps, seed, slowness)
+                        for setting in SETTINGS:
+                            yield Point(server, workload, rate_rps, seed, slowness, setting)
 
 
 def run_point(options: FirstTokensOptions, point: Point) -> dict[str, Any]:
-    """One row: both ways under the same load; counts of online requests."""
-    apart, together = (_served(options, point, split_online) for split_online in (True, False))
-    both = {name: [apart[name], together[name]] for name in apart}
-    return {**dataclasses.asdict(point), **both}
-
-
-def _served(options: FirstTokensOptions, point: Point, split_online: bool) -> dict[str, float]:
+    """One row: online requests, how many promises were kept, and what the job got."""
     load = load_of(point.server, point.workload, point.rate_rps, point.seed, options.duration_s)
     slo = load.promise(SLO_FACTORS.get(point.server, GPU_SLO_FACTOR))
-    preset = load_config(CONFIGS_DIR / "echo.toml")
-    echo = with_sections(preset, {"steps": {"split_online": split_online}})
+    echo = with_sections(load_config(CONFIGS_DIR / "echo.toml"), SETTINGS[point.setting])
     lines = [*load.offline, *load.online]
     records = load.run(with_slo(echo, slo), lines, slowness=point.slowness)
     ttft_s, tpot_s = latencies([one for one in records if one.task is Task.ONLINE])
     in_time = ttft_s <= slo.ttft_s
     return {
+        **dataclasses.asdict(point),
         "num_online": len(ttft_s),
         "num_kept": int(np.sum(in_time & (tpot_s <= slo.tpot_s))),
         "num_late_first": int(np.sum(~in_time)),
@@ -101,51 +105,59 @@ def _served(options: FirstTokensOptions, point: Point, split_online: bool) -> di
 
 
 def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """summary.md: each load, over the seeds."""
-    keys = ("server", "workload", "rate_rps", "slowness")
-    cells = []
-    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
-        group = [row for row in rows if tuple(row[name] for name in keys) == key]
-        num_online = sum(row["num_online"][0] for row in group)
-        kept, late = (_sums(group, name) for name in ("num_kept", "num_late_first"))
-        rates = _sums(group, "offline_tokens_per_s") / len(group)
-        cells.append(
-            [
-                *(key[0], key[1], f"{key[2]:g}", f"{key[3]:g}", f"{num_online:,}"),
-                "{:.2%} ({:.2%})".format(*(kept / num_online)),
-                "{:.0f} ({:.0f})".format(*late),
-                "{:,.0f} ({:,.0f})".format(*rates),
-            ]
-        )
-    head = ["server", "workload", "online/s", "times as slow", "online requests"]
-    head += ["promises kept", "late first tokens", "offline tokens/s"]
+    """summary.md: each load, over the seeds, and all of them."""
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    loads = dict.fromkeys(tuple(row[name] for name in LOAD_KEYS) for row in rows)
+    kept_cells, rate_cells = [], []
+    for load in loads:
+        group = [row for row in rows if tuple(row[name] for name in LOAD_KEYS) == load]
+        head = [load[0], load[1], f"{load[2]:g}", f"{load[3]:g}"]
+        by_setting = [[row for row in group if row["setting"] == one] for one in settings]
+        kept_cells.append([*head, f"{_total(by_setting[0], 'num_online'):,}"])
+        kept_cells[-1] += map(_kept, by_setting)
+        rates = [_total(one, "offline_tokens_per_s") / len(one) for one in by_setting]
+        rate_cells.append([*head, f"{rates[0]:,.0f}"])
+        rate_cells[-1] += [f"{rate / rates[0]:.3f}x" if rates[0] else "-" for rate in rates[1:]]
+    totals = [[row for row in rows if row["setting"] == one] for one in settings]
+    kept_cells.append(["all", "", "", "", f"{_total(totals[0], 'num_online'):,}"])
+    kept_cells[-1] += map(_kept, totals)
+    heads = ["server", "workload", "online/s", "times as slow"]
     return "\n".join(
         [
-            f"# Online prefills in two steps `{config['name']}`: a simulation",
+            f"# First tokens `{config['name']}`: a simulation",
             "",
             f"    {config['command']}",
             "",
-            f"- {config['options']['duration_s']:g} s each, {len(SEEDS)} seeds summed; in brackets "
-            "with `steps.split_online` false",
+            f"- {config['options']['duration_s']:g} s each, {len(SEEDS)} seeds summed",
             f"- promised: p99 of the same online load alone, times {GPU_SLO_FACTOR} on the H200 "
-            "and 1.5 on the CPU, on a machine that is not slower",
+            "and 1.5 on the CPUs, on a machine that is not slower",
             "",
-            *table(head, cells),
+            "## Promises kept, and late first tokens",
+            "",
+            *table([*heads, "online requests", *settings], kept_cells),
+            "",
+            f"## The job: tokens/s with {settings[0]}, and times that with others",
+            "",
+            *table([*heads, *settings], rate_cells),
             "",
         ]
     )
 
 
-def _sums(rows: Sequence[dict[str, Any]], name: str) -> Any:
-    """Both ways. Shape: (2,)."""
-    return np.sum([row[name] for row in rows], axis=0)
+def _kept(rows: Sequence[dict[str, Any]]) -> str:
+    share = _total(rows, "num_kept") / _total(rows, "num_online")
+    return f"{share:.2%} ({_total(rows, 'num_late_first')})"
+
+
+def _total(rows: Sequence[dict[str, Any]], name: str) -> Any:
+    return sum(row[name] for row in rows)
 
 
 def main(argv: Sequence[str]) -> None:
     """Simulate every point and write the results; wrong options end it with code 2."""
     prog = "python -m eval.first_tokens"
     options = parse_points(argv, FirstTokensOptions, prog=prog)
-    chunk = len(SLOWNESS) * len(SEEDS)
+    chunk = len(SETTINGS) * len(SLOWNESS) * len(SEEDS)
     rows = simulate_points(run_point, options, list(points()), chunk=chunk)
     facts = {"servers": {name: one.sizes for name, one in SERVERS.items()}}
     write_points(RESULTS_DIR, options, rows, summary_markdown, prog=prog, argv=argv, facts=facts)

@@ -60,7 +60,7 @@ LOADS = (
 # SLO over alone p99, TTFT[,TPOT]; how many times longer steps take than when that was measured.
 CASES = (("1.5", 1.0), ("1.5", 1.3), ("1.2,1.1", 1.0))
 ALONE = "no job at all"
-ANY_PLACES = {"place_share": 0.0, "ahead_tokens": 0.0}
+ANY_PLACES = {"place_share": 0.0, "place_gain": 0.0}
 ALL = {"slack_share": 1.0, "lag_tokens": 0.0, **ANY_PLACES}
 # Name, preset, what is set otherwise in it.
 SETTINGS: dict[str, tuple[str, Sections]] = {
@@ -76,7 +76,7 @@ SETTINGS: dict[str, tuple[str, Sections]] = {
     },
     "pace 0.5, who arrives waits for 0.2 s": ("echo", {"steps": {"max_stall_s": 0.2}}),
     "pace 0.5, however many places": ("echo", {"steps": ANY_PLACES}),
-    "pace 0.5, each keeps its place": ("echo", {"steps": {"ahead_tokens": 0.0}}),
+    "pace 0.5, each keeps its place": ("echo", {"steps": {"place_gain": 0.0}}),
     "pace 0.5, half of the places": ("echo", {"steps": {"place_share": 0.5, "place_trend_s": 0.0}}),
     "pace 0.5, no trend of places": ("echo", {"steps": {"place_trend_s": 0.0}}),
     "online chunks cut to the slack": ("echo", {"steps": {"online_chunks": "slack"}}),

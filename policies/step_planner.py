@@ -67,7 +67,7 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         self.view = NOTHING_ONLINE
         self.limit_s = self.prefill_room_s = math.inf
         self._selection, self._batch_size = selection, batch_size
-        self.places = Places(steps.ahead_tokens)
+        self.places = Places(steps.place_gain)
         self.late_last = LateLast(steps.late_wait_s if limit.keeps_room else 0.0)
         self._trend = PlaceTrend(steps.place_trend_s if steps.place_share else 0.0)
         self.gathering = Gathering(is_on=steps.gather)
@@ -304,12 +304,22 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
     def gives_way(self, waiting: Queued, decodes: Iterable[Placed]) -> str | None:
         """Which online decode leaves its place to a request that waits.
 
-        None: it can wait for longer, or is late in any case, or nobody is far enough ahead.
+        None: it can wait for longer, or its first token is late in any case, or nobody is far
+        enough ahead.
         """
         due_s, now_s = waiting.due_s, self.view.now_s
-        if self.goes_last(waiting) or not self.limit.is_pressed(self.view, due_s):
+        is_late = due_s < now_s and not waiting.has_started
+        if is_late or not (self._is_known and self.limit.is_pressed(self.view, due_s)):
             return None
-        return self.places.gives_way(decodes, due_s=due_s, now_s=now_s)
+        return self.places.gives_way(
+            decodes, from_s=max(now_s, due_s), return_place_s=self._return_place_s()
+        )
+
+    def _return_place_s(self) -> float:
+        """Place-seconds that go by when a decode comes back: its prefill step stops all others."""
+        num_decodes = len(self._online_decodes)
+        mean_tokens = self._online_decodes.decode_tokens // max(1, num_decodes)
+        return num_decodes * prefill_alone_s(self.estimator, 1, mean_tokens)
 
     def keep_turns(self) -> None:
         """Put nobody off who is late: priorities of the server's own say who is more urgent."""

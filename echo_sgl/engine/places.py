@@ -17,7 +17,7 @@ def placed(reqs: Iterable[Req]) -> Iterator[Placed]:
     for req in reqs:
         terms = terms_of(req)
         if not terms.is_offline and req.output_ids and may_sit_out(req):
-            yield Placed(req.rid, terms.due_s(len(req.output_ids)), terms.promise.tpot_s)
+            yield Placed(req.rid, terms.due_s(len(req.output_ids)))
 
 
 def finds_its_kv(req: Req) -> bool:

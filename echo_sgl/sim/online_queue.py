@@ -64,7 +64,7 @@ class OnlineQueue(deque[SimRequest]):
 
     def placed(self, request: SimRequest) -> Placed:
         """A request that decodes, as the rule over places knows it."""
-        return Placed(request.rid, self.due_s(request), self._promise.tpot_s)
+        return Placed(request.rid, self.due_s(request))
 
     def queued(self, request: SimRequest) -> Queued:
         """The same of one that waits."""

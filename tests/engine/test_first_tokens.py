@@ -30,7 +30,7 @@ ARGS = (
 # what passes between two requests.
 CONFIG: dict[str, Any] = {
     "slo": {"ttft_s": 600.0, "tpot_s": 60.0, "min_ttft_s": 0.0001},
-    "steps": {"place_share": 0.0, "ahead_tokens": 0.0, "gather_online": False},
+    "steps": {"place_share": 0.0, "place_gain": 0.0, "gather_online": False},
     "estimator": {"error": 10.0},
 }
 

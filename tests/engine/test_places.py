@@ -35,16 +35,17 @@ PLACES = 4
 NUM_WORDS = 600  # a prompt of several chunks
 QUICK = completion("a short question", 8)
 ARGS = (*COMMON_ARGS, "--served-model-name", "tiny", "--max-running-requests", str(PLACES))
-# Every decode is ahead of its due times at once; nobody may wait for long.
+# Every decode is ahead of its due times at once, and whoever finds no place is in a hurry.
 CONFIG: dict[str, Any] = {
-    "slo": {"ttft_s": 0.4, "tpot_s": 0.5, "min_tpot_s": 0.0001},
-    "steps": {"place_share": 0.75, "max_stall_s": 10.0, "stall_share": 1.0},
+    "slo": {"ttft_s": 2.0, "tpot_s": 0.5, "min_ttft_s": 0.4, "min_tpot_s": 0.0001},
+    "steps": {"place_share": 0.75, "max_stall_s": 10.0, "stall_share": 1.0, "ttft_margin": 1.0},
 }
 
 
 @pytest.fixture
 def server(server_for, write_config):
     server = server_for(ARGS, config=str(write_config(**CONFIG)), env=STRICT)
+    learn(server)
     wait_until(lambda: is_idle(server), "the server is idle")
     yield server
     post(server, "/abort_request", {"abort_all": True})
@@ -80,6 +81,7 @@ def test_a_decode_that_is_ahead_gives_its_place_and_answers_the_same(
     server_for, write_config, stock_texts, variant
 ):
     server = server_for((*ARGS, *variant), config=str(write_config(**CONFIG)), env=STRICT)
+    learn(server)
     num_before = num_given(server)
     answers = asyncio.run(beside_long(server, QUICK))
     assert texts(answers) == stock_texts([QUICK, *outlasting()])
@@ -115,6 +117,7 @@ def test_ranks_let_the_same_places_change_hands(server_for, write_config, stock_
         return (tmp_path / f"decisions.rank{rank}").read_text().splitlines()
 
     with server_for.once(args, config=config, env=env) as server:
+        learn(server)
         answers = asyncio.run(beside_long(server, QUICK))
         assert texts(answers) == stock_texts([QUICK, *outlasting()])
         wait_until(lambda: num_given(server) > 0, "a place changed hands")
@@ -127,17 +130,20 @@ def test_who_is_late_lets_others_go_first_and_says_so(server_for, write_config, 
     steps = {**CONFIG["steps"], "late_wait_s": 600.0}
     config = write_config(**{**CONFIG, "steps": steps})
     server = server_for(ARGS, config=str(config), env=STRICT)
+    learn(server)
     busy = {"custom_params": {"tpot_s": 0.0001}}
     long = [completion(f"busy {at}", 1500, rid=f"busy-{at}", **busy) for at in range(PLACES)]
-    late, patient = (completion(f"a {name} question", 8, rid=name) for name in ("late", "patient"))
-    patient_for = {"custom_params": {"ttft_s": 600.0}}
+    late, patient = (
+        completion(f"a {name} question", 8, rid=name, custom_params={"ttft_s": ttft_s})
+        for name, ttft_s in (("late", 0.4), ("patient", 600.0))
+    )
 
     async def run() -> tuple[list[str], list[httpx.Response]]:
         others = asyncio.create_task(send_all(server, long))
         await until(lambda: others.done() or num_running(server) == PLACES, "all places are taken")
         first = asyncio.create_task(send_all(server, [late]))
         await until(lambda: reason(server, "late") is not None, "it waits")
-        second = asyncio.create_task(send_all(server, [patient | patient_for]))
+        second = asyncio.create_task(send_all(server, [patient]))
         # Before, it is told what all wait for.
         await until(lambda: reason(server, "late") == "late", "it is put off")
         ended: list[str] = []
@@ -179,7 +185,6 @@ def test_who_gave_its_place_says_so_and_is_aborted_there(server):
 
 def test_beside_online_requests_with_most_places_nobody_offline_decodes(server, stock_texts):
     """Three quarters of the places are online's; there is time for the offline decode, no place."""
-    learn(server)
     job = completion("a long answer", 600, rid="job", **FLEX)
     before = {name: metric(server, f"echo_sgl_{name}_total") for name in ("parks", "resumes")}
 
@@ -203,7 +208,6 @@ def test_beside_online_requests_with_most_places_nobody_offline_decodes(server, 
 
 def test_an_offline_decode_counts_in_every_step_that_it_is_in(server):
     """Overlapped, whose last token is on its way is left out of a step after that was planned."""
-    learn(server)
     job = completion("a long answer", 600, rid="job", **FLEX)
     since_s = time.monotonic()
 
@@ -272,7 +276,6 @@ async def waits_beside(
 
 
 def test_offline_chunks_wait_beside_online_decodes_until_they_are_worth_a_step(server):
-    learn(server)
     asyncio.run(send_all(server, [completion("alone", 200)]))
     numbers, tpots = itertools.count(), itertools.cycle([2.0, 2.5, 1.6])
 

@@ -19,7 +19,7 @@ ALL_SLACK = {
     "slack_share": 1.0,
     "lag_tokens": 0.0,
     "place_share": 0.0,
-    "ahead_tokens": 0.0,
+    "place_gain": 0.0,
     "chunk_overhead": 0.0,
 }
 

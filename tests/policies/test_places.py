@@ -10,42 +10,34 @@ from hypothesis import strategies as st
 
 from echo_sgl.config import SloConfig
 from echo_sgl.policies.places import Placed, Places, Queued
-from tests.policies.plans import NOW_S, begin, planner
-
-TPOT_S = 0.05
+from tests.policies.plans import NOW_S, Unknown, begin, planner
 
 
 def decodes(*due_s: float) -> list[Placed]:
-    return [Placed(f"r{number}", one, TPOT_S) for number, one in enumerate(due_s)]
+    return [Placed(f"r{number}", one) for number, one in enumerate(due_s)]
 
 
 def test_who_is_furthest_ahead_gives_its_place():
-    places = Places(8.0)
-    assert places.gives_way(decodes(10.5, 12.0, 11.0), due_s=9.0, now_s=10.0) == "r1"
+    ahead = decodes(10.5, 12.0, 11.0)
+    assert Places(2.0).gives_way(ahead, from_s=10.0, return_place_s=0.2) == "r1"
 
 
 @pytest.mark.parametrize(("ahead_s", "rid"), [(0.39, None), (0.41, "r0")])
-def test_nobody_does_who_would_be_back_at_once(ahead_s, rid):
-    """8 tokens of 50 ms, after now and after the token that the other one waits for."""
-    places = Places(8.0)
-    assert places.gives_way(decodes(10.0 + ahead_s), due_s=9.0, now_s=10.0) == rid
-    assert places.gives_way(decodes(10.0 + ahead_s), due_s=10.0, now_s=9.0) == rid
+def test_nobody_does_whose_return_would_take_more_than_its_place_gave(ahead_s, rid):
+    """Twice 200 ms of places, from when the other one has it for certain."""
+    ahead = decodes(10.0 + ahead_s)
+    assert Places(2.0).gives_way(ahead, from_s=10.0, return_place_s=0.2) == rid
 
 
-def test_without_tokens_ahead_and_without_due_times_everybody_keeps_its_place():
-    assert Places(0.0).gives_way(decodes(99.0), due_s=9.0, now_s=10.0) is None
-    endless = [Placed("endless", math.inf, math.inf)]
-    assert Places(8.0).gives_way(endless, due_s=9.0, now_s=10.0) is None
-    assert Places(8.0).gives_way([], due_s=9.0, now_s=10.0) is None
-
-
-def test_a_decode_of_its_own_pace_counts_in_its_own_tokens():
-    slow, quick = Placed("slow", 12.0, 1.0), Placed("quick", 11.0, 0.01)
-    assert Places(8.0).gives_way([slow, quick], due_s=9.0, now_s=10.0) == "quick"
+def test_without_gain_and_without_due_times_everybody_keeps_its_place():
+    assert Places(0.0).gives_way(decodes(99.0), from_s=10.0, return_place_s=0.0) is None
+    endless = [Placed("endless", math.inf)]
+    assert Places(2.0).gives_way(endless, from_s=10.0, return_place_s=0.2) is None
+    assert Places(2.0).gives_way([], from_s=10.0, return_place_s=0.2) is None
 
 
 def test_who_gave_its_place_waits_by_due_time():
-    places = Places(8.0)
+    places = Places(2.0)
     fresh = [Queued(11.0, has_started=False), Queued(12.0, has_started=False)]
     assert places.num_behind(fresh[::-1], Queued(11.5, has_started=True)) == 1
     assert places.num_behind(fresh[::-1], Queued(10.0, has_started=True)) == 2
@@ -53,14 +45,14 @@ def test_who_gave_its_place_waits_by_due_time():
 
 
 def test_among_those_that_come_the_servers_own_order_holds():
-    places = Places(8.0)
+    places = Places(2.0)
     later = [Queued(12.0, has_started=False), Queued(13.0, has_started=True)]
     assert places.num_behind(later[::-1], Queued(11.0, has_started=False)) == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30))
 def test_whoever_has_tokens_waits_behind_nobody_that_is_due_later(entries):
-    places, queue = Places(8.0), []
+    places, queue = Places(2.0), []
     for due_s, has_started in entries:
         own = Queued(float(due_s), has_started)
         queue.insert(len(queue) - places.num_behind(reversed(queue), own), own)
@@ -72,27 +64,40 @@ def test_whoever_has_tokens_waits_behind_nobody_that_is_due_later(entries):
 
 
 def test_a_place_changes_hands_only_when_a_first_token_would_be_late():
-    plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), ahead_tokens=2.0)
+    plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), place_gain=2.0)
     begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.9, waiting=1)
-    ahead = [Placed("ahead", NOW_S + 5.0, 1.0)]
+    ahead = [Placed("ahead", NOW_S + 5.0)]
     assert plan.gives_way(Queued(NOW_S + 0.9, has_started=False), ahead) is None
     begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.4, waiting=1)
     assert plan.gives_way(Queued(NOW_S + 0.4, has_started=False), ahead) == "ahead"
 
 
 def test_no_place_changes_hands_for_a_first_token_that_is_late_in_any_case():
-    plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), ahead_tokens=2.0, late_wait_s=3.0)
+    plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), place_gain=2.0)
     begin(plan, decodes=2, due_in_s=9.0, first_due_in_s=-0.1, waiting=1)
-    ahead = [Placed("ahead", NOW_S + 9.0, 1.0)]
+    ahead = [Placed("ahead", NOW_S + 9.0)]
     assert plan.gives_way(Queued(NOW_S - 0.1, has_started=False), ahead) is None
     assert plan.gives_way(Queued(NOW_S - 0.1, has_started=True), ahead) == "ahead"
-    assert plan.gives_way(Queued(NOW_S - 3.1, has_started=False), ahead) == "ahead"
+    assert plan.gives_way(Queued(NOW_S + 0.1, has_started=False), ahead) == "ahead"
 
 
-@pytest.mark.parametrize("steps", [{"ttft_margin": 0.0}, {"limit": "budget"}, {"ahead_tokens": 0}])
+@pytest.mark.parametrize(("ahead_s", "rid"), [(0.11, None), (0.13, "ahead")])
+def test_a_return_stops_all_that_decode_for_a_token(ahead_s, rid):
+    """Twice 60 decodes for 1 ms each, from when the first token is due on."""
+    slo = SloConfig(ttft_s=1.0, tpot_s=1.0)
+    plan = planner(slo=slo, place_gain=2.0)
+    begin(plan, decodes=60, due_in_s=5.0, first_due_in_s=0.1, waiting=1)
+    ahead = [Placed("ahead", NOW_S + 0.1 + ahead_s)]
+    assert plan.gives_way(Queued(NOW_S + 0.1, has_started=False), ahead) == rid
+    unknown = planner(Unknown(), slo=slo, place_gain=2.0)
+    begin(unknown, decodes=60, due_in_s=5.0, first_due_in_s=0.1, waiting=1)
+    assert unknown.gives_way(Queued(NOW_S + 0.1, has_started=False), ahead) is None
+
+
+@pytest.mark.parametrize("steps", [{"ttft_margin": 0.0}, {"limit": "budget"}, {"place_gain": 0}])
 def test_presets_without_it_do_not_even_look(steps):
     slo = SloConfig(ttft_s=1.0, tpot_s=1.0)
-    plan = planner(slo=slo, **{"ahead_tokens": 2.0, **steps})
+    plan = planner(slo=slo, **{"place_gain": 2.0, **steps})
     begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.0, waiting=1)
     waiting = Queued(NOW_S, has_started=False)
     assert plan.gives_way(waiting, (pytest.fail("looked") for _ in range(1))) is None

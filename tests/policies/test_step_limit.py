@@ -15,7 +15,7 @@ from echo_sgl.policies.step_limit import OnlinePart, OnlineView, Promise
 from echo_sgl.policies.step_limits import MAX_CREDIT_STALLS, RelativeLimit, create_step_limit
 
 # All of the slack of online decodes is used.
-ALL = {"slack_share": 1.0, "lag_tokens": 0.0, "place_share": 0.0, "ahead_tokens": 0.0}
+ALL = {"slack_share": 1.0, "lag_tokens": 0.0, "place_share": 0.0, "place_gain": 0.0}
 seconds = st.floats(0.001, 10.0)
 
 

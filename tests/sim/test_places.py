@@ -20,7 +20,7 @@ def busy(seed: int, **steps: object) -> SimResults:
 
 
 def test_places_change_hands_and_more_promises_are_kept() -> None:
-    traded, kept = [busy(seed) for seed in range(4)], [busy(s, ahead_tokens=0.0) for s in range(4)]
+    traded, kept = [busy(seed) for seed in range(4)], [busy(s, place_gain=0.0) for s in range(4)]
     assert all(one.num_given_places > 0 for one in traded)
     assert not any(one.num_given_places for one in kept)
     for one in (*traded, *kept):
