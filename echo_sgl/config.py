@@ -170,7 +170,7 @@ class StepsConfig:
     lag_tokens: float = _number(4.0, 0.0, 1000.0)
     place_share: float = _number(0.67, 0.0, 1.0)
     place_trend_s: float = _number(10.0, 0.0, 3600.0)
-    place_gain: float = _number(2.0, 0.0, 1000.0)
+    place_gain: float = _number(3.0, 0.0, 1000.0)
     late_wait_s: float = _number(0.0, 0.0, 3600.0)
     online_chunks: str = _choice("whole", "whole", "slack")
     split_online: bool = _switch(True)

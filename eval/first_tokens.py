@@ -44,7 +44,7 @@ LOADS = {
 SETTINGS: dict[str, Sections] = {
     "echo.toml": {},
     "split_online false": {"steps": {"split_online": False}},
-    **{f"place_gain {gain:g}": {"steps": {"place_gain": gain}} for gain in (0.0, 4.0)},
+    **{f"place_gain {gain:g}": {"steps": {"place_gain": gain}} for gain in (0.0, 1.5)},
 }
 SEEDS = range(4)
 # How many times as long steps take as when the promises were taken.

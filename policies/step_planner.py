@@ -304,12 +304,13 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
     def gives_way(self, waiting: Queued, decodes: Iterable[Placed]) -> str | None:
         """Which online decode leaves its place to a request that waits.
 
-        None: it can wait for longer, or its first token is late in any case, or nobody is far
-        enough ahead.
+        None: it can wait for longer, or lets others go first, or nobody is far enough ahead. One
+        that is late gets a place as well: in a queue of such all would stay late.
         """
         due_s, now_s = waiting.due_s, self.view.now_s
-        is_late = due_s < now_s and not waiting.has_started
-        if is_late or not (self._is_known and self.limit.is_pressed(self.view, due_s)):
+        if self.goes_last(waiting):
+            return None
+        if not (self._is_known and self.limit.is_pressed(self.view, due_s)):
             return None
         return self.places.gives_way(
             decodes, from_s=max(now_s, due_s), return_place_s=self._return_place_s()

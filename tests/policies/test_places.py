@@ -72,13 +72,17 @@ def test_a_place_changes_hands_only_when_a_first_token_would_be_late():
     assert plan.gives_way(Queued(NOW_S + 0.4, has_started=False), ahead) == "ahead"
 
 
-def test_no_place_changes_hands_for_a_first_token_that_is_late_in_any_case():
-    plan = planner(slo=SloConfig(ttft_s=1.0, tpot_s=1.0), place_gain=2.0)
+def test_no_place_changes_hands_for_a_first_token_that_lets_others_go_first():
+    ahead, late = [Placed("ahead", NOW_S + 9.0)], Queued(NOW_S - 0.1, has_started=False)
+    slo = SloConfig(ttft_s=1.0, tpot_s=1.0)
+    plan = planner(slo=slo, place_gain=2.0, late_wait_s=3.0)
     begin(plan, decodes=2, due_in_s=9.0, first_due_in_s=-0.1, waiting=1)
-    ahead = [Placed("ahead", NOW_S + 9.0)]
-    assert plan.gives_way(Queued(NOW_S - 0.1, has_started=False), ahead) is None
+    assert plan.gives_way(late, ahead) is None
     assert plan.gives_way(Queued(NOW_S - 0.1, has_started=True), ahead) == "ahead"
-    assert plan.gives_way(Queued(NOW_S + 0.1, has_started=False), ahead) == "ahead"
+    assert plan.gives_way(Queued(NOW_S - 3.1, has_started=False), ahead) == "ahead"
+    in_turn = planner(slo=slo, place_gain=2.0)
+    begin(in_turn, decodes=2, due_in_s=9.0, first_due_in_s=-0.1, waiting=1)
+    assert in_turn.gives_way(late, ahead) == "ahead"
 
 
 @pytest.mark.parametrize(("ahead_s", "rid"), [(0.11, None), (0.13, "ahead")])
