@@ -27,6 +27,7 @@ from eval.simulated_load import (
     CONFIGS_DIR,
     CPU_SERVER,
     LEAD_S,
+    ROOT,
     Load,
     Pattern,
     SimulatedServer,
@@ -50,7 +51,7 @@ SERVERS = {
     "H200, 64 places": SimulatedServer(PROFILE, SMALL_POOL, overlap=True),
     "H200, 256 places": SimulatedServer(PROFILE, H200_SIZES, overlap=True),
     "CPU": CPU_SERVER,
-    "fast CPU": SimulatedServer(RESULTS_DIR / "step-times" / "base-profile.json"),
+    "fast CPU": SimulatedServer(ROOT / "profiles" / "base-fast-cpu.json"),
 }
 # Of which servers, and mean online requests a second.
 LOADS = {

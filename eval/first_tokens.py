@@ -107,20 +107,6 @@ def run_point(options: FirstTokensOptions, point: Point) -> dict[str, Any]:
 def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """summary.md: each load, over the seeds, and all of them."""
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    loads = dict.fromkeys(tuple(row[name] for name in LOAD_KEYS) for row in rows)
-    kept_cells, rate_cells = [], []
-    for load in loads:
-        group = [row for row in rows if tuple(row[name] for name in LOAD_KEYS) == load]
-        head = [load[0], load[1], f"{load[2]:g}", f"{load[3]:g}"]
-        by_setting = [[row for row in group if row["setting"] == one] for one in settings]
-        kept_cells.append([*head, f"{_total(by_setting[0], 'num_online'):,}"])
-        kept_cells[-1] += map(_kept, by_setting)
-        rates = [_total(one, "offline_tokens_per_s") / len(one) for one in by_setting]
-        rate_cells.append([*head, f"{rates[0]:,.0f}"])
-        rate_cells[-1] += [f"{rate / rates[0]:.3f}x" if rates[0] else "-" for rate in rates[1:]]
-    totals = [[row for row in rows if row["setting"] == one] for one in settings]
-    kept_cells.append(["all", "", "", "", f"{_total(totals[0], 'num_online'):,}"])
-    kept_cells[-1] += map(_kept, totals)
     heads = ["server", "workload", "online/s", "times as slow"]
     return "\n".join(
         [
@@ -134,14 +120,45 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
             "",
             "## Promises kept, and late first tokens",
             "",
-            *table([*heads, "online requests", *settings], kept_cells),
+            *table([*heads, "online requests", *settings], _kept_cells(rows)),
             "",
             f"## The job: tokens/s with {settings[0]}, and times that with others",
             "",
-            *table([*heads, *settings], rate_cells),
+            *table([*heads, *settings], _rate_cells(rows)),
             "",
         ]
     )
+
+
+def _kept_cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    cells = []
+    groups = [*_groups(rows, LOAD_KEYS), (("all", "", None, None), rows)]
+    for (server, workload, *numbers), group in groups:
+        by_setting = [one for _, one in _groups(group, ("setting",))]
+        num_online = f"{_total(by_setting[0], 'num_online'):,}"
+        head = [server, workload, *("" if one is None else f"{one:g}" for one in numbers)]
+        cells.append([*head, num_online, *map(_kept, by_setting)])
+    return cells
+
+
+def _rate_cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    cells = []
+    for (server, workload, *numbers), group in _groups(rows, LOAD_KEYS):
+        first, *others = (
+            _total(one, "offline_tokens_per_s") / len(one)
+            for _, one in _groups(group, ("setting",))
+        )
+        ratios = [f"{rate / first:.3f}x" if first else "-" for rate in others]
+        cells.append([server, workload, *(f"{one:g}" for one in numbers), f"{first:,.0f}", *ratios])
+    return cells
+
+
+def _groups(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[tuple[Any, Any]]:
+    """Rows that agree in these columns, in the order in which they come first."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(groups.items())
 
 
 def _kept(rows: Sequence[dict[str, Any]]) -> str:

@@ -308,9 +308,8 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         that is late gets a place as well: in a queue of such all would stay late.
         """
         due_s, now_s = waiting.due_s, self.view.now_s
-        if self.goes_last(waiting):
-            return None
-        if not (self._is_known and self.limit.is_pressed(self.view, due_s)):
+        is_pressed = self._is_known and self.limit.is_pressed(self.view, due_s)
+        if not is_pressed or self.goes_last(waiting):
             return None
         return self.places.gives_way(
             decodes, from_s=max(now_s, due_s), return_place_s=self._return_place_s()

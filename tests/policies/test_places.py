@@ -85,17 +85,16 @@ def test_no_place_changes_hands_for_a_first_token_that_lets_others_go_first():
     assert in_turn.gives_way(late, ahead) == "ahead"
 
 
+@pytest.mark.parametrize("first_due_in_s", [0.1, -0.1])
 @pytest.mark.parametrize(("ahead_s", "rid"), [(0.11, None), (0.13, "ahead")])
-def test_a_return_stops_all_that_decode_for_a_token(ahead_s, rid):
-    """Twice 60 decodes for 1 ms each, from when the first token is due on."""
-    slo = SloConfig(ttft_s=1.0, tpot_s=1.0)
-    plan = planner(slo=slo, place_gain=2.0)
-    begin(plan, decodes=60, due_in_s=5.0, first_due_in_s=0.1, waiting=1)
-    ahead = [Placed("ahead", NOW_S + 0.1 + ahead_s)]
-    assert plan.gives_way(Queued(NOW_S + 0.1, has_started=False), ahead) == rid
-    unknown = planner(Unknown(), slo=slo, place_gain=2.0)
-    begin(unknown, decodes=60, due_in_s=5.0, first_due_in_s=0.1, waiting=1)
-    assert unknown.gives_way(Queued(NOW_S + 0.1, has_started=False), ahead) is None
+def test_a_return_stops_all_that_decode_for_a_token(ahead_s, rid, first_due_in_s):
+    """Twice 60 decodes for 1 ms each, from now or when the first token is due on."""
+    waiting = Queued(NOW_S + first_due_in_s, has_started=False)
+    ahead = [Placed("ahead", NOW_S + max(0.0, first_due_in_s) + ahead_s)]
+    for estimator, expected in ((None, rid), (Unknown(), None)):
+        plan = planner(estimator, slo=SloConfig(ttft_s=1.0, tpot_s=1.0), place_gain=2.0)
+        begin(plan, decodes=60, due_in_s=5.0, first_due_in_s=first_due_in_s, waiting=1)
+        assert plan.gives_way(waiting, ahead) == expected
 
 
 @pytest.mark.parametrize("steps", [{"ttft_margin": 0.0}, {"limit": "budget"}, {"place_gain": 0}])
