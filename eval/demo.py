@@ -55,6 +55,7 @@ class DemoSize:
     num_documents: int
     questions_per_document: int
     answer_tokens: int
+    quiet_s: float
     quiet_rps: float
     burst_rps: float
     chat_tokens: tuple[int, int]
@@ -62,11 +63,13 @@ class DemoSize:
     seed: int = 0
 
 
-CPU_SIZE = DemoSize(12, 20, 16, quiet_rps=0.4, burst_rps=4, chat_tokens=(40, 160), limit_s=150)
-ACCELERATOR_SIZE = DemoSize(
-    48, 60, 64, quiet_rps=2, burst_rps=40, chat_tokens=(100, 1500), limit_s=300
+CPU_SIZE = DemoSize(
+    12, 20, 16, quiet_s=4, quiet_rps=0.4, burst_rps=4, chat_tokens=(40, 160), limit_s=150
 )
-QUIET_S, BURST_S = 8.0, 2.0
+ACCELERATOR_SIZE = DemoSize(
+    48, 60, 64, quiet_s=8, quiet_rps=2, burst_rps=40, chat_tokens=(100, 1500), limit_s=300
+)
+BURST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def chat_requests(size: DemoSize, tokenizer: Tokenizer) -> Iterator[tuple[float,
         seed=size.seed,
         quiet_rps=size.quiet_rps,
         burst_rps=size.burst_rps,
-        quiet_s=QUIET_S,
+        quiet_s=size.quiet_s,
         burst_s=BURST_S,
     )
     for index, at_s in enumerate(itertools.takewhile(lambda at_s: at_s < size.limit_s, times_s)):
