@@ -44,8 +44,12 @@ from eval.workloads.traces import Arrival, read_trace
 ROOT = Path(__file__).resolve().parent
 RESULTS_DIR = ROOT / "results"
 CONFIGS_DIR = ROOT.parent / "configs"
-ECHO = "echo, co-located"
-ARMS = (*RULES, ECHO)
+# Echo on both instances, and its settings.
+COLOCATED: dict[str, dict[str, Any]] = {
+    "echo, co-located": {},
+    "echo, online chunks cut": {"online_chunks": "slack"},
+}
+ARMS = (*RULES, *COLOCATED)
 DRAIN_S = 60.0
 JUST_MET = 0.01
 SCALE_STEP = 0.05
@@ -153,7 +157,7 @@ def run_point(options: FleetOptions, scales: dict[float, float], point: Point) -
     online = setting.scaled_online(arrivals, scales[point.tpot_s], seed=options.seed)
     lengths = setting.offline_lengths(point.job, seed=options.seed)
     offline = setting.offline_load(lengths, point.load_rps, options.duration_s)
-    if point.arm == ECHO:
+    if point.arm in COLOCATED:
         row = _colocated(options, point, online, offline)
     else:
         context = setting.mean_context([*setting.lengths_of(online), *lengths])
@@ -183,7 +187,7 @@ def _colocated(
     """Both instances prefill and decode under Echo's scheduler; requests take turns."""
     echo = load_config(CONFIGS_DIR / "echo.toml")
     slo = dataclasses.replace(echo.slo, ttft_s=options.ttft_s, tpot_s=point.tpot_s)
-    steps = dataclasses.replace(echo.steps, limit="slack")
+    steps = dataclasses.replace(echo.steps, limit="slack", **COLOCATED[point.arm])
     config = ServerConfig(
         setting.device(),
         setting.kv_tokens(),

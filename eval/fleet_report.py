@@ -27,8 +27,10 @@ layer by layer, gates offline prefill, decodes offline requests on the prefill i
 decode instance pull them by length, and selects each step's mix; what an interrupted prefill
 computed is lost. `ooco-resume` goes on with it, which the paper names for later. `{echo}` is this
 project's scheduler with its slack limit and reserve on two instances that prefill and decode
-both: the plugin refuses SGLang's disaggregation modes, so this is how it can run. Prefixes are not
-shared in any arm, so prefix order and eviction have nothing to win here.
+both: the plugin refuses SGLang's disaggregation modes, so this is how it can run. Steps do both at
+once (`--enable-mixed-chunk`); with `{cut}` its online prefills are cut to the slack of those
+that decode beside them (`steps.online_chunks = "slack"`). Prefixes are not shared in any arm, so
+prefix order and eviction have nothing to win here.
 
 What SGLang 0.5.23 itself can run of it (read in its package, `sglang/srt/disaggregation`).
 Base P/D: `--disaggregation-mode prefill` and `decode` with KV transfer by mooncake, nixl, mori or
@@ -78,6 +80,7 @@ def summary_markdown(config: Tree, summary: Tree) -> str:
         drain="a minute",
         threshold=options["threshold"],
         echo="echo, co-located",
+        cut="echo, online chunks cut",
         step_ms=1000 * config["device"]["step"],
     )
     return "\n".join([*lines, text])
