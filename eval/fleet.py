@@ -44,12 +44,7 @@ from eval.workloads.traces import Arrival, read_trace
 ROOT = Path(__file__).resolve().parent
 RESULTS_DIR = ROOT / "results"
 CONFIGS_DIR = ROOT.parent / "configs"
-# Echo on both instances, and its settings.
-COLOCATED: dict[str, dict[str, Any]] = {
-    "echo, co-located": {},
-    "echo, online chunks cut": {"online_chunks": "slack"},
-}
-ARMS = (*RULES, *COLOCATED)
+ARMS = (*RULES, *setting.COLOCATED)
 DRAIN_S = 60.0
 JUST_MET = 0.01
 SCALE_STEP = 0.05
@@ -157,7 +152,7 @@ def run_point(options: FleetOptions, scales: dict[float, float], point: Point) -
     online = setting.scaled_online(arrivals, scales[point.tpot_s], seed=options.seed)
     lengths = setting.offline_lengths(point.job, seed=options.seed)
     offline = setting.offline_load(lengths, point.load_rps, options.duration_s)
-    if point.arm in COLOCATED:
+    if point.arm in setting.COLOCATED:
         row = _colocated(options, point, online, offline)
     else:
         context = setting.mean_context([*setting.lengths_of(online), *lengths])
@@ -187,7 +182,7 @@ def _colocated(
     """Both instances prefill and decode under Echo's scheduler; requests take turns."""
     echo = load_config(CONFIGS_DIR / "echo.toml")
     slo = dataclasses.replace(echo.slo, ttft_s=options.ttft_s, tpot_s=point.tpot_s)
-    steps = dataclasses.replace(echo.steps, limit="slack", **COLOCATED[point.arm])
+    steps = dataclasses.replace(echo.steps, limit="slack", **setting.COLOCATED[point.arm])
     config = ServerConfig(
         setting.device(),
         setting.kv_tokens(),

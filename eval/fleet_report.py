@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eval import fleet_setting as setting
 from eval.report import table as md_table
 
 Tree = Mapping[str, Any]
@@ -79,8 +80,8 @@ def summary_markdown(config: Tree, summary: Tree) -> str:
     text = READING.format(
         drain="a minute",
         threshold=options["threshold"],
-        echo="echo, co-located",
-        cut="echo, online chunks cut",
+        echo=setting.ECHO,
+        cut=setting.ECHO_CUT,
         step_ms=1000 * config["device"]["step"],
     )
     return "\n".join([*lines, text])

@@ -53,6 +53,9 @@ LENGTH_SIGMA = 0.6
 MOST_TOKENS = 8192
 # Short questions with long answers, as reasoning models give them: made up, decode-heavy.
 REASONING_PROMPT_TOKENS, REASONING_OUTPUT_TOKENS = 300.0, 1500.0
+# Echo on both instances, and what is set beside `configs/echo.toml`.
+ECHO, ECHO_CUT = "echo, co-located", "echo, online chunks cut"
+COLOCATED: dict[str, dict[str, Any]] = {ECHO: {}, ECHO_CUT: {"online_chunks": "slack"}}
 JOBS = ("ooc", "arxiv", "reasoning")
 _DRAWN_MEANS = {
     "ooc": (OOC_PROMPT_TOKENS, OOC_OUTPUT_TOKENS),

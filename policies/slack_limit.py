@@ -52,8 +52,8 @@ class SlackLimit(StepLimit):
     online decodes go on when they are due. So while its first token would come later than
     `margin_s` before it is due, decode steps hold no offline work. Time for its prefill is
     what online decodes leave of `tpot_s`. `use`: how much of the slack of decodes a step uses.
-    `cuts_online_chunks`: to that slack. It sounds kinder to decodes and is not: several short
-    chunks take longer than one, and whose prompts would have shared it wait.
+    `cuts_online_chunks`: to that slack. It is kinder to decodes only where first tokens have time
+    to spare: several short chunks take longer than one, and prompts that would have shared it wait.
 
     Decodes that take their time hold their places for longer, and who finds none waits for its
     first token however much slack there is. So the time beside online decodes is less the closer
