@@ -20,6 +20,8 @@ from eval.slo import Slo
 PRESETS = ("bs", "bs-e", "bs-e-s", "echo", "hygen", "bros", "ooco")
 ERRORS = (-0.10, -0.05, -0.01, 0.0, 0.01, 0.05, 0.10)
 BASE_ARM = "stock-priority"
+# The stock server without a job, measured in turn with the others: what they are held against.
+ALONE_ARM = "alone"
 _FILE_NAME = re.compile(r"[\w.:=-]+", re.ASCII)
 
 
@@ -45,6 +47,7 @@ _COMPARED = {
     **{name: preset_arm(name) for name in PRESETS},
 }
 ABLATION_ARMS: dict[str, Arm] = {
+    ALONE_ARM: dataclasses.replace(ARMS["stock"], has_job=False),
     **_COMPARED,
     **{f"{name}-mixed": mixed(arm) for name, arm in _COMPARED.items()},
     **{error_arm_name(error): preset_arm("echo", estimator={"error": error}) for error in ERRORS},

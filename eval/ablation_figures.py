@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echo_sgl.types import Task
-from eval.ablation_arms import BASE_ARM
+from eval.ablation_arms import ALONE_ARM, BASE_ARM
 from eval.ablation_phases import ArmRun
 from eval.cache_figures import counter
 from eval.cache_phases import Counters
@@ -73,13 +73,17 @@ def run_figures(
         "harvest_tokens_per_s": harvest,
         "harvest_of_ceiling": of_ceiling,
         "harvest_of_room": ratio(of_ceiling, steps["room"]),
-        "job_ran_dry": window_s[1] < run.online_window_s[1],
+        "job_ran_dry": _has_job(run) and window_s[1] < run.online_window_s[1],
         **{name: first_counter(run.counters, name) for name in COUNTED},
         **run.waits,
         "steps": steps,
         "machine_slowness": ratio(run.probe_s, reference.get("probe_s")),
         "deadlines": deadline_figures(run.mixed, deadlines, end_s=_last_s(run.mixed)),
     }
+
+
+def _has_job(run: ArmRun) -> bool:
+    return any(record.task is Task.OFFLINE for record in run.mixed)
 
 
 def _steps_of(run: ArmRun, window_s: tuple[float, float]) -> list[Row]:
@@ -105,12 +109,18 @@ def ceiling_figures(records: Sequence[Record]) -> Tree:
 
 
 def summarise(runs: Runs) -> dict[str, Tree]:
-    """Each arm's figures over its repetitions, beside the base arm's of the same ones."""
+    """Each arm's figures over its repetitions, beside those of two other arms in the same ones.
+
+    Where the stock server was measured without a job in turn with the others, its attainment in
+    the same repetition is what theirs is held against: a machine that has got slower since the
+    promises were taken would make any scheduler look bad.
+    """
     summary: dict[str, Tree] = {}
-    for name, mine in runs.items():
+    base, alone = runs.get(BASE_ARM, {}), runs.get(ALONE_ARM, {})
+    for name, all_of_mine in runs.items():
+        mine = {number: _beside(tree, alone.get(number)) for number, tree in all_of_mine.items()}
         if not mine:
             continue
-        base = runs.get(BASE_ARM, {})
         ratios = [
             {"vs_base": ratio(tree["harvest_tokens_per_s"], base[number]["harvest_tokens_per_s"])}
             for number, tree in mine.items()
@@ -123,6 +133,15 @@ def summarise(runs: Runs) -> dict[str, Tree]:
             "at_equal_attainment": at_equal_attainment(list(mine.values())),
         }
     return summary
+
+
+def _beside(tree: Tree, alone: Tree | None) -> Tree:
+    """The figures with their attainment held against that of the server alone, if it is known."""
+    if alone is None:
+        return tree
+    reached = tree["attainment"]
+    of_alone = ratio(reached["together"], alone["attainment"]["together"])
+    return {**tree, "attainment": {**reached, "of_alone": of_alone}}
 
 
 def at_equal_attainment(trees: Sequence[Tree]) -> Tree:

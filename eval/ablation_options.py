@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo_sgl.errors import ConfigError
-from eval.ablation_arms import BASE_ARM, PRESETS, ablation_arms, with_promises
+from eval.ablation_arms import ALONE_ARM, BASE_ARM, PRESETS, ablation_arms, with_promises
 from eval.arms import Arm
 from eval.cache_arms import Sections, parse_settings
 from eval.options import add_arguments, check_options, flag, option
@@ -44,7 +44,8 @@ class AblationOptions:
     name: str = option("", "results go to eval/results/ablation-NAME; default: the workload's")
     workload: str = option("azure-qmsum", "one of " + ", ".join(WORKLOADS))
     arms: str = option(
-        ",".join(("stock", BASE_ARM, *PRESETS)), "comma list; settings: echo:steps.limit=off:..."
+        ",".join((ALONE_ARM, "stock", BASE_ARM, *PRESETS)),
+        "comma list; settings: echo:steps.limit=off:...",
     )
     settings: str = option("", "config of all Echo arms, e.g. estimator.profile=FILE,...")
     model: str = option("base", "demo model size (tiny, small, base), folder or hub id")

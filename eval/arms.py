@@ -14,7 +14,8 @@ class Arm:
     """What tells one arm from the others: server arguments, Echo's config, request fields.
 
     `config` names a preset or file; `settings` are config sections instead, which whoever
-    runs the arm writes to a file, see `eval.cache_arms.with_config_file`.
+    runs the arm writes to a file, see `eval.cache_arms.with_config_file`. One without a job
+    gets the online requests only.
     """
 
     args: tuple[str, ...] = ()
@@ -22,6 +23,7 @@ class Arm:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     online_fields: Mapping[str, Any] = field(default_factory=dict)
     offline_fields: Mapping[str, Any] = field(default_factory=dict)
+    has_job: bool = True
 
     def fields(self, task: Task) -> Mapping[str, Any]:
         return self.online_fields if task is Task.ONLINE else self.offline_fields

@@ -58,7 +58,9 @@ class Mix:
         ]
 
     def lines(self, arm: Arm, *, stream: bool) -> list[Request]:
-        """The offline requests in the job's order."""
+        """The offline requests in the job's order; none for an arm without a job."""
+        if not arm.has_job:
+            return []
         return offline_requests(self.job, arm, stream=stream)
 
 

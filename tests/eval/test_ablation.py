@@ -64,6 +64,27 @@ def test_stock_arms_are_those_of_the_corun_and_are_told_nothing() -> None:
         assert with_promises(arm, SLO) == ARMS[name]
 
 
+def test_the_arm_alone_is_the_stock_server_without_a_job(
+    tiny_model: Path, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    monkeypatch.setattr("eval.ablation_load._job", lambda *_: [line])
+    options = AblationOptions(trace=trace, duration_s=10)
+    arms = options.picked_arms()
+    assert next(iter(arms)) == "alone", "each round has what the others are held against"
+    mix = build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=8.0)
+    sent = {
+        name: [
+            [(at_s, one.content) for at_s, one in mix.schedule(arms[name])],
+            [one.id for one in mix.lines(arms[name], stream=False)],
+        ]
+        for name in ("alone", "stock")
+    }
+    assert sent["alone"][0] == sent["stock"][0] and len(sent["alone"][0]) > 0
+    assert sent["alone"][1] == [] and sent["stock"][1] == ["x"]
+    assert with_promises(arms["alone"], SLO).args == arms["stock"].args
+
+
 def test_error_arms_are_echo_but_for_the_error() -> None:
     echo = ABLATION_ARMS["echo"].settings
     for error in ERRORS:
@@ -94,7 +115,7 @@ def test_an_arm_may_be_a_preset_with_other_settings() -> None:
     ("argv", "said"),
     [
         (["--workload", "chat"], "--workload is 'chat'; allowed are azure-qmsum, bursts-loogle"),
-        (["--arms", "stock,bs-x"], "unknown arm 'bs-x'; known are stock,"),
+        (["--arms", "stock,bs-x"], "unknown arm 'bs-x'; known are alone, stock,"),
         (["--arms", "bs-x:steps.park=false"], "unknown arm 'bs-x:steps.park=false'; known are"),
         (["--arms", "echo:park"], "'park' is not of the form section.key=value"),
         (["--arms", "echo:steps.place_share=2"], "steps.place_share is 2"),

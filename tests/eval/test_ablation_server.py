@@ -32,14 +32,18 @@ def test_a_run_measures_every_arm_once_and_goes_on_where_it_ended(
     folder = tmp_path / "ablation-test"
     before = {path: path.stat().st_mtime_ns for path in (folder / "raw").iterdir()}
 
-    more = {"resume": True, "arms": "bs,bs-e,stock", "repetitions": 2, "rounds": 2}
+    more = {"resume": True, "arms": "bs,bs-e,stock,alone", "repetitions": 2, "rounds": 2}
     resumed = dataclasses.replace(options, servers_up=2, **more)
     second = Ablation(resumed, "second", results_dir=tmp_path)
     second.run()
     assert second.failures == []
     assert before == {path: path.stat().st_mtime_ns for path in before}
     summary = orjson.loads((folder / "summary.json").read_bytes())["arms"]
-    assert list(summary) == ["bs", "bs-e", "stock"]
+    assert list(summary) == ["bs", "bs-e", "stock", "alone"]
+    alone = summary.pop("alone")
+    assert alone["repetitions"] == 2 and alone["attainment"]["of_alone"]["min"] == 1.0
+    assert alone["online_together"]["ok"]["min"] > 0
+    assert alone["offline_together"]["requests"]["max"] == 0
     for tree in summary.values():
         assert tree["repetitions"] == 2
         # The deadlines in the lines' bodies are taken by stock servers too.
