@@ -155,6 +155,8 @@ class Offers(PoolIntake):
                 self.step_control.refuse(Reason.SLOT, None, num_running=running, most=most)
                 if not self.is_mixed_chunk:
                     self._gathering.note_pass(BatchShape(), is_full=len(self.offline_pool) > 0)
+        if not len(self.offline_pool):
+            return ()
         limit = self.step_control.num_worth_starting(max(0, min(limit, len(self.offline_pool))))
         most_tokens = self.kv_limits.limit_tokens(num_offline=1)
         offered = self.offline_pool.upcoming_that_fit(
