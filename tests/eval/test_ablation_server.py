@@ -22,6 +22,7 @@ def options() -> AblationOptions:
         name="test", workload="llm-d", arms="stock", model="tiny", repetitions=1,
         length_scale=0.0625, job_lines=20, online_load=0.2, duration_s=6, phase_s=2, lead_s=3,
         drain_s=60, ceiling_s=5, calibrate_s=20, calibration_requests=240,
+        server_args="--sleep-on-idle",
     )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def test_a_run_measures_every_arm_once_and_goes_on_where_it_ended(
     summary = orjson.loads((folder / "summary.json").read_bytes())["arms"]
     assert list(summary) == ["bs", "bs-e", "stock", "alone"]
     alone = summary.pop("alone")
-    assert alone["repetitions"] == 2 and alone["attainment"]["of_alone"]["min"] == 1.0
+    assert alone["repetitions"] == 2
     assert alone["online_together"]["ok"]["min"] > 0
     assert alone["offline_together"]["requests"]["max"] == 0
     for tree in summary.values():
