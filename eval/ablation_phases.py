@@ -80,7 +80,7 @@ def run_arm(
         online = asyncio.run(online_alone(server, arm, mix, options))
     began_s.append(time.monotonic())
     ceiling: list[Record] = []
-    if has_ceiling and arm.has_job:
+    if has_ceiling:
         begin_phase(server, options)
         work = offline_alone(server, arm, mix, options, limit_s=options.ceiling_s)
         ceiling = asyncio.run(work)
