@@ -29,9 +29,10 @@ from eval.workloads.patterns import (
     phase_segments,
     poisson_arrivals,
 )
-from eval.workloads.prompts import SyntheticText, Tokenizer
+from eval.workloads.prompts import SyntheticText, Tokenizer, TracePrompts
 from eval.workloads.traces import (
     Arrival,
+    again_and_again,
     read_trace,
     scale_lengths,
     slice_trace,
@@ -58,12 +59,10 @@ Lengths = tuple[int, int]  # prompt tokens, answer tokens
 
 def calibration_requests(options: AblationOptions, tokenizer: Tokenizer) -> list[Request]:
     """Online requests of the workload's lengths, to find out how many a second the server takes."""
-    texts = SyntheticText(tokenizer, options.seed)
+    prompts = TracePrompts(SyntheticText(tokenizer, options.seed))
     bodies = (
-        online_body(texts.text(CALIBRATION_INDEX + index, prompt), answer)
-        for index, (prompt, answer) in enumerate(
-            islice(_lengths(options), options.calibration_requests)
-        )
+        online_body(prompts.text(CALIBRATION_INDEX + index, one), one.output_tokens)
+        for index, one in enumerate(islice(_requests(options), options.calibration_requests))
     )
     return [
         make_request(f"calibration-{index}", Task.ONLINE, COMPLETIONS_URL, body)
@@ -88,9 +87,9 @@ def build_mix(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: fl
             f"an online request needs {longest} tokens of a pool of {options.pool_tokens}; "
             "lower --length-scale or --max-prompt-tokens, or raise --pool-tokens"
         )
-    texts = SyntheticText(tokenizer, options.seed)
+    prompts = TracePrompts(SyntheticText(tokenizer, options.seed))
     bodies = [
-        online_body(texts.text(index, one.prompt_tokens), one.output_tokens)
+        online_body(prompts.text(index, one), one.output_tokens)
         for index, one in enumerate(arrivals)
     ]
     return Mix(arrivals, bodies, _job(options, tokenizer, saturation_rps))
@@ -106,7 +105,8 @@ def _arrivals(options: AblationOptions, rate_rps: float) -> list[Arrival]:
         cut = slice_trace(trace, start_s=start_s, duration_s=duration_s, time_scale=scale)
         return _scaled(options, cut)
     times_s = arrivals_until(_times_s(options, rate_rps), duration_s=duration_s)
-    return [Arrival(at_s, *one) for at_s, one in zip(times_s, _lengths(options), strict=False)]
+    requests = zip(times_s, _requests(options), strict=False)
+    return [replace(one, at_s=at_s) for at_s, one in requests]
 
 
 def _times_s(options: AblationOptions, rate_rps: float) -> Iterator[float]:
@@ -126,14 +126,13 @@ def _times_s(options: AblationOptions, rate_rps: float) -> Iterator[float]:
     return poisson_arrivals(segments, rng)
 
 
-def _lengths(options: AblationOptions) -> Iterator[Lengths]:
-    """The lengths of the workload's online requests, without end."""
-    if options.workload == LLM_D:
-        return _llm_d_lengths(options, options.seed)
-    if options.workload == LONG_ANSWERS:
-        return _long_answer_lengths(options)
-    trace = _scaled(options, read_trace(find_data(options.trace)))
-    return cycle((one.prompt_tokens, one.output_tokens) for one in trace)
+def _requests(options: AblationOptions) -> Iterator[Arrival]:
+    """The workload's online requests, without end, but for when they come."""
+    if options.workload in {LLM_D, LONG_ANSWERS}:
+        is_llm_d = options.workload == LLM_D
+        lengths = _llm_d_lengths(options, options.seed) if is_llm_d else _long_answers(options)
+        return (Arrival(0.0, *one) for one in lengths)
+    return again_and_again(_scaled(options, read_trace(find_data(options.trace))))
 
 
 def _scaled(options: AblationOptions, arrivals: list[Arrival]) -> list[Arrival]:
@@ -153,7 +152,7 @@ def _llm_d_lengths(options: AblationOptions, seed: int) -> Iterator[Lengths]:
     return cycle((prompt, tokens) for tokens in drawn)
 
 
-def _long_answer_lengths(options: AblationOptions) -> Iterator[Lengths]:
+def _long_answers(options: AblationOptions) -> Iterator[Lengths]:
     scale, most = options.length_scale, options.max_prompt_tokens or LONGEST_QUESTION
     prompts, answers = (
         lognormal_lengths(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from eval.workloads.jobs import (
     text_set_files,
     text_set_lines,
 )
-from eval.workloads.prompts import SyntheticText, Tokenizer
+from eval.workloads.prompts import SyntheticText, Tokenizer, TracePrompts
 from eval.workloads.stdlib_job import StdlibJob
 from eval.workloads.traces import (
     Arrival,
@@ -82,11 +82,12 @@ def build_mix(options: CorunOptions, tokenizer: Tokenizer) -> Mix:
     arrivals = _arrivals(options)
     _check_pool(arrivals, options)
     texts = SyntheticText(tokenizer, options.seed)
+    prompts = TracePrompts(texts)
     start = ""
     if options.shared_prefix_tokens:
         start = texts.text(_SHARED_START_INDEX, options.shared_prefix_tokens)
     bodies = [
-        online_body(texts.text(index, one.prompt_tokens, shared_start=start), one.output_tokens)
+        online_body(prompts.text(index, one, shared_start=start), one.output_tokens)
         for index, one in enumerate(arrivals)
     ]
     return Mix(arrivals, bodies, _job(options, tokenizer))
@@ -110,9 +111,7 @@ def _arrivals(options: CorunOptions) -> list[Arrival]:
 
 def _with_shared_prefix(arrivals: Sequence[Arrival], shared_tokens: int) -> list[Arrival]:
     """The shared start comes on top of a trace's own lengths."""
-    return [
-        Arrival(one.at_s, one.prompt_tokens + shared_tokens, one.output_tokens) for one in arrivals
-    ]
+    return [replace(one, prompt_tokens=one.prompt_tokens + shared_tokens) for one in arrivals]
 
 
 def _check_pool(arrivals: Iterable[Arrival], options: CorunOptions) -> None:

@@ -35,6 +35,8 @@ IDLE_POLL_S = 0.5
 OFFLINE_WINDOW = 64
 MAX_JOB_LINES = 50_000
 FIRST_TOKEN_ID = 16
+# A server that has too much to do says so; whom it turns away waits for ever.
+REFUSED = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 # Of synthetic offline work: documents that several requests in turn ask about.
 DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, QUESTIONS = 512, 64, 64, 8
 Body = tuple[str, dict[str, Any]]
@@ -93,6 +95,7 @@ class Replayer:
             (at_s / speed, *self._cut(prompt_tokens, output_tokens))
             for at_s, prompt_tokens, output_tokens in zip(*columns, strict=True)
         ]
+        self._blocks, self._block_tokens = trace.blocks, trace.block_tokens
         self._lines = read_job(jobs) if jobs else None
 
     @property
@@ -115,7 +118,7 @@ class Replayer:
             async with _background(
                 self._offline(client, offline, outcome) for _ in range(OFFLINE_WINDOW)
             ):
-                bodies = [self._online_body(prompt, out) for _, prompt, out in self._arrivals]
+                bodies = list(self._online_bodies())
                 start_s = time.monotonic()
                 tasks = [
                     asyncio.create_task(_online(client, body, start_s + at_s, outcome))
@@ -155,8 +158,19 @@ class Replayer:
                 tier = {"service_tier": OFFLINE_SERVICE_TIER}
                 yield "/generate", _generate_body(prompt[:cut], output, custom_params=tier)
 
-    def _online_body(self, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-        return _generate_body(self._tokens(prompt_tokens), output_tokens) | {"stream": True}
+    def _online_bodies(self) -> Iterator[dict[str, Any]]:
+        """Requests of a replay: their prompts share what those of the trace do."""
+        texts: dict[int, list[int]] = {}
+        for place, (_, num_tokens, output_tokens) in enumerate(self._arrivals):
+            prompt: list[int] = []
+            for block in self._blocks[place] if self._blocks else ():
+                if len(prompt) >= num_tokens:
+                    break
+                if block not in texts:
+                    texts[block] = self._tokens(self._block_tokens)
+                prompt += texts[block]
+            prompt += self._tokens(num_tokens - len(prompt))
+            yield _generate_body(prompt[:num_tokens], output_tokens) | {"stream": True}
 
     def _cut(self, prompt_tokens: int, output_tokens: int) -> tuple[int, int]:
         """Lengths that the server takes: the trace may come from a larger model."""
@@ -257,6 +271,8 @@ async def _online(
     num_tokens = 0
     try:
         async with client.stream("POST", "/generate", json=body) as reply:
+            if reply.status_code in REFUSED:
+                return
             if reply.status_code != httpx.codes.OK:
                 text = (await reply.aread()).decode(errors="replace")
                 raise ReplayError(f"the server answers {reply.status_code}: {text[:300]}")

@@ -24,7 +24,7 @@ from echo_sgl.types import Task
 
 MAX_LINE_CHARS = 4_000_000
 MAX_TOKENS = 100_000_000
-MAX_BLOCKS = 200_000
+MAX_BLOCKS, MAX_BLOCK_ID = 200_000, 1 << 62
 MOONCAKE_BLOCK_TOKENS = 512
 GAP_S = 3600.0
 MAX_TRACE_DAYS = 366
@@ -240,7 +240,7 @@ class _Columns:
         size = self.block_tokens or (self.format.block_tokens if self.format else BLOCK_TOKENS)
         wanted = -(-prompt // size)
         is_list = isinstance(value, list) and len(value) <= MAX_BLOCKS
-        if not is_list or not all(type(one) is int and 0 <= one < 1 << 62 for one in value):
+        if not is_list or not all(type(one) is int and 0 <= one < MAX_BLOCK_ID for one in value):
             raise self.error(number, f"{key} is {str(value)[:60]}; it must be a list of numbers")
         if len(value) != wanted:
             raise self.error(

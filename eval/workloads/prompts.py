@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from eval.workloads import WorkloadError
+from eval.workloads.traces import Arrival
 
 _FILLER = " a"
+# Texts of blocks that prompts share: requests have numbers of their own below.
+BLOCK_INDEX = 1 << 32
 _MAX_REPAIRS = 64
 
 
@@ -84,16 +87,20 @@ class SyntheticText:
         words = [first, *rng.choices(self._words, k=num_tokens)]
         return self._fitted(words, num_tokens, shared_start)
 
+    def count(self, text: str) -> int:
+        """Its tokens, with the model's first token."""
+        return count_tokens(self._tokenizer, text)
+
     def _fitted(self, words: list[str], num_tokens: int, start: str) -> str:
         """Drop and add words until the count fits: not every word is one token everywhere."""
-        count = count_tokens(self._tokenizer, start)
+        count = self.count(start)
         num_words = num_tokens - count
         tail = ""
         for _ in range(_MAX_REPAIRS):
             if not 0 <= num_words <= len(words):
                 break
             text = start + "".join(words[:num_words]) + tail
-            excess = count_tokens(self._tokenizer, text) - num_tokens
+            excess = self.count(text) - num_tokens
             if excess == 0:
                 return text
             if excess < 0:
@@ -104,6 +111,38 @@ class SyntheticText:
             f"no text of {num_tokens} tokens was found (its given start has {count}); "
             "ask for more tokens"
         )
+
+
+class TracePrompts:
+    """Prompts for the requests of a trace: equal blocks are equal texts, all others differ."""
+
+    def __init__(self, texts: SyntheticText) -> None:
+        self._texts = texts
+        self._starts: dict[tuple[int, ...], str] = {}
+
+    def text(self, index: int, one: Arrival, *, shared_start: str = "") -> str:
+        """The prompt of a request; `index`: a number of its own. Errors: see `SyntheticText`.
+
+        `shared_start`: what all prompts begin with, before their blocks; part of their lengths.
+        """
+        if not one.blocks:
+            return self._texts.text(index, one.prompt_tokens, shared_start=shared_start)
+        offset = self._texts.count(shared_start) if shared_start else 0
+        start = shared_start
+        for place, block in enumerate(one.blocks, 1):
+            end = offset + round(place * one.block_tokens)
+            if end >= one.prompt_tokens or place == len(one.blocks):
+                return self._block(block, one.prompt_tokens, start)
+            start = self._start(one.blocks[:place], end, start)
+        raise AssertionError("a prompt ends with its last block")
+
+    def _start(self, blocks: tuple[int, ...], num_tokens: int, start: str) -> str:
+        if blocks not in self._starts:
+            self._starts[blocks] = self._block(blocks[-1], num_tokens, start)
+        return self._starts[blocks]
+
+    def _block(self, block: int, num_tokens: int, start: str) -> str:
+        return self._texts.text(BLOCK_INDEX + block, num_tokens, shared_start=start)
 
 
 def _vocabulary_words(tokenizer: Tokenizer) -> list[str]:

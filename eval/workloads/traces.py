@@ -9,18 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
+from echo_sgl.sim.trace_files import MAX_BLOCK_ID, TraceFileError, read_trace_file
 from eval.workloads import WorkloadError
 from eval.workloads.patterns import poisson_arrivals
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace; `at_s` counts from the start of the trace."""
+    """One request of a trace; `at_s` counts from the start of the trace.
+
+    `blocks`: what its prompt consists of, `block_tokens` each but for the last: prompts that begin
+    with the same ones begin alike. Empty where the trace does not tell.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    blocks: tuple[int, ...] = ()
+    block_tokens: float = 0.0
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -33,7 +39,13 @@ def read_trace(path: Path) -> list[Arrival]:
     except TraceFileError as error:
         raise WorkloadError(str(error)) from error
     columns = trace.at_s, trace.prompt_tokens, trace.output_tokens
-    return [Arrival(*row) for row in zip(*columns, strict=True)]
+    arrivals = [Arrival(*row) for row in zip(*columns, strict=True)]
+    if trace.blocks is None:
+        return arrivals
+    return [
+        replace(one, blocks=tuple(blocks), block_tokens=float(trace.block_tokens))
+        for one, blocks in zip(arrivals, trace.blocks, strict=True)
+    ]
 
 
 def slice_trace(
@@ -72,17 +84,28 @@ def time_scale_for_rate(
 def scale_lengths(
     arrivals: Sequence[Arrival], length_scale: float, *, max_prompt_tokens: int = 0
 ) -> list[Arrival]:
-    """Multiply prompt and answer lengths (at least 1 token); 0 in `max_prompt_tokens`: no limit."""
+    """Multiply prompt and answer lengths (at least 1 token); 0 in `max_prompt_tokens`: no limit.
+
+    Prompts go on sharing the same share of their lengths.
+    """
     _check_positive(length_scale=length_scale)
     limit = max_prompt_tokens or math.inf
     return [
-        Arrival(
-            one.at_s,
-            int(min(limit, max(1, round(one.prompt_tokens * length_scale)))),
-            max(1, round(one.output_tokens * length_scale)),
+        replace(
+            one,
+            prompt_tokens=int(min(limit, max(1, round(one.prompt_tokens * length_scale)))),
+            output_tokens=max(1, round(one.output_tokens * length_scale)),
+            block_tokens=one.block_tokens * length_scale,
         )
         for one in arrivals
     ]
+
+
+def again_and_again(arrivals: Sequence[Arrival]) -> Iterator[Arrival]:
+    """A trace's requests without end; what one time shares is of its own in the next."""
+    for lap in itertools.count():
+        for one in arrivals:
+            yield replace(one, blocks=tuple(block + lap * MAX_BLOCK_ID for block in one.blocks))
 
 
 def bursty_arrivals(

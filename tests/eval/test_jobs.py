@@ -28,6 +28,7 @@ from eval.workloads.jobs import (
 from eval.workloads.prompts import (
     SyntheticText,
     Tokenizer,
+    TracePrompts,
     count_tokens,
     cut_to_tokens,
     load_tokenizer,
@@ -38,6 +39,7 @@ from eval.workloads.stdlib_job import (
     StdlibJob,
     defined_names,
 )
+from eval.workloads.traces import Arrival
 
 GOOD = batch_line("a", {"model": "m", "prompt": "p", "max_tokens": 5})
 
@@ -213,6 +215,58 @@ def test_no_two_synthetic_texts_start_alike_unless_asked(
     first, second = (texts.text(index, 50, shared_start=start) for index in (0, 1))
     assert first.startswith(start) and second.startswith(start) and first != second
     assert count_tokens(tokenizer, first) == count_tokens(tokenizer, second) == 50
+
+
+def common_tokens(tokenizer: Tokenizer, *texts: str) -> int:
+    """How many tokens two texts begin with together."""
+    pairs = zip(*(tokenizer.encode(text) for text in texts), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+BLOCKS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(blocks=st.tuples(BLOCKS, BLOCKS), size=st.floats(20, 60), left_out=st.integers(0, 15))
+def test_prompts_of_a_trace_share_the_blocks_that_they_begin_with(
+    texts: SyntheticText,
+    tokenizer: Tokenizer,
+    blocks: tuple[list[int], list[int]],
+    size: float,
+    left_out: int,
+) -> None:
+    """Ids of blocks are chained, as those of Mooncake are: an equal one follows equal ones."""
+    chained = [
+        tuple(hash(tuple(ids[: n + 1])) % (1 << 62) for n in range(len(ids))) for ids in blocks
+    ]
+    lengths = [round(len(ids) * size) - left_out for ids in chained]
+    arrivals = [Arrival(0.0, *pair, size) for pair in zip(lengths, [1, 1], chained, strict=True)]
+    prompts = TracePrompts(texts)
+    made = [prompts.text(index, one) for index, one in enumerate(arrivals)]
+    assert [count_tokens(tokenizer, text) for text in made] == lengths
+    num_shared = len(set(chained[0]) & set(chained[1]))
+    shared = min(round(num_shared * size), *lengths)
+    assert shared <= common_tokens(tokenizer, *made) <= shared + 1
+
+
+def test_a_start_that_all_share_goes_before_the_blocks(
+    texts: SyntheticText, tokenizer: Tokenizer
+) -> None:
+    start = texts.text(900, 30)
+    prompts = TracePrompts(texts)
+    arrivals = [Arrival(0.0, 80, 1, (1, 2 + n), 25) for n in range(2)]
+    made = [prompts.text(n, one, shared_start=start) for n, one in enumerate(arrivals)]
+    assert all(text.startswith(start) for text in made)
+    assert common_tokens(tokenizer, *made) == 55
+    assert [count_tokens(tokenizer, text) for text in made] == [80, 80]
+
+
+def test_a_trace_that_tells_nothing_of_its_prompts_has_none_alike(
+    texts: SyntheticText, tokenizer: Tokenizer
+) -> None:
+    prompts = TracePrompts(texts)
+    made = [prompts.text(index, Arrival(0.0, 40, 1)) for index in range(2)]
+    assert common_tokens(tokenizer, *made) == 0
 
 
 def test_a_shared_start_longer_than_the_text_is_refused(texts: SyntheticText) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from eval.workloads import DATA_DIR, WorkloadError, find_data
 from eval.workloads.traces import (
     Arrival,
+    again_and_again,
     bursty_arrivals,
     read_trace,
     scale_lengths,
@@ -67,7 +68,16 @@ def test_the_first_request_comes_at_0_and_blank_lines_do_not_count(tmp_path: Pat
 def test_mooncake_traces_can_be_replayed_too(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 1500, "input_length": 7, "output_length": 9, "hash_ids": [3]}')
-    assert read_trace(path) == [Arrival(0.0, 7, 9)]
+    assert read_trace(path) == [Arrival(0.0, 7, 9, (3,), 512)]
+
+
+def test_what_prompts_share_is_scaled_with_them_and_of_its_own_each_time() -> None:
+    one = Arrival(0.0, 1000, 20, (7, 8), 512)
+    [half] = scale_lengths([one], 0.5)
+    assert half == Arrival(0.0, 500, 10, (7, 8), 256)
+    laps = [lap.blocks for lap in itertools.islice(again_and_again([one, half]), 6)]
+    assert laps[:2] == [(7, 8), (7, 8)] and laps[2] == laps[3] and laps[4] == laps[5]
+    assert not set(laps[0]) & set(laps[2]) and len({*laps[0], *laps[2], *laps[4]}) == 6
 
 
 @given(gaps, st.floats(0.01, 100.0))
