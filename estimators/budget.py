@@ -2,7 +2,7 @@
 
     budget_s   low ------------------------------------------------ high
     verdict    kept kept kept kept | broken broken broken broken
-                       bisected, on a logarithmic scale
+                       bisected, on a logarithmic scale; if even high is kept, beyond it
 
 A replay near the edge is repeated and judged by the median.
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 METRICS = ("ttft", "tpot")
 STATISTICS = ("mean", "p50", "p90", "p99")
+GROWTH = 4.0
 _UNITS_S = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
 
 
@@ -72,9 +73,14 @@ class BudgetSearch:
     trials: tuple[Trial, ...]
 
     @property
-    def is_kept_alone(self) -> bool:
-        """Whether the server keeps the SLO without any offline work."""
-        return self.trials[0].is_kept
+    def is_kept_alone(self) -> bool | None:
+        """Whether the server keeps the SLO without any offline work; None if that was not tried."""
+        return next((trial.is_kept for trial in self.trials if trial.budget_s == 0), None)
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether nothing that was tried broke the SLO, so that more may keep it, too."""
+        return self.budget_s is not None and all(trial.is_kept for trial in self.trials)
 
 
 Measure = Callable[[float], Measurement]
@@ -99,13 +105,15 @@ def find_budget(
     *,
     low_s: float,
     high_s: float,
+    most_s: float = 0.0,
     precision: float = 1.1,
     repeats: int = 3,
     edge: float = 0.1,
 ) -> BudgetSearch:
-    """Find the largest budget in [`low_s`, `high_s`] whose replays keep all targets.
+    """Find the largest budget from `low_s` on whose replays keep all targets.
 
-    `measure(0)` replays without offline work; an SLO that is broken then is out of reach.
+    While all of [`low_s`, `high_s`] keeps them, as a mean may, longer ones are tried, up to
+    `most_s`. `measure(0)` replays without offline work; an SLO that is broken then is out of reach.
     Ends when kept and broken budgets are within a factor of `precision`. A replay within
     `edge` of a limit is repeated up to `repeats` times; so is the one that is found, before
     it is believed. The verdicts stay monotone: no budget above a broken one is tried.
@@ -120,9 +128,12 @@ def find_budget(
     search = _Search(measure, tuple(targets), repeats=repeats, edge=edge)
     if not search.is_kept(0.0) or not search.is_kept(low_s):
         return search.result(None)
-    if search.is_kept(high_s) and search.is_confirmed(high_s):
-        return search.result(high_s)
     kept_s = [low_s]
+    while search.is_kept(high_s) and search.is_confirmed(high_s):
+        if high_s >= most_s:
+            return search.result(high_s)
+        kept_s.append(high_s)
+        high_s = min(most_s, GROWTH * high_s)
     broken_s = high_s
     while True:
         while broken_s / kept_s[-1] > precision:
@@ -141,9 +152,15 @@ def find_budget(
 def check_budget(
     measure: Measure, targets: Sequence[Target], budget_s: float, *, repeats: int = 3
 ) -> BudgetSearch:
-    """Replay a stored budget `repeats` times; `budget_s` of the result is None when it fails."""
+    """Replay a stored budget `repeats` times; `budget_s` of the result is None when it fails.
+
+    Then one without offline work tells whether that is to blame.
+    """
     search = _Search(measure, tuple(targets), repeats=repeats, edge=math.inf)
-    return search.result(budget_s if search.is_kept(budget_s) else None)
+    if search.is_kept(budget_s):
+        return search.result(budget_s)
+    search.replay(0.0)
+    return search.result(None)
 
 
 class _Search:
@@ -159,7 +176,7 @@ class _Search:
     def is_kept(self, budget_s: float) -> bool:
         """One replay, and more when it comes out close to a limit."""
         if budget_s not in self._measured:
-            self._replay(budget_s)
+            self.replay(budget_s)
         if abs(self._load(budget_s) - 1.0) <= self._edge:
             return self.is_confirmed(budget_s)
         return self._load(budget_s) <= 1.0
@@ -167,7 +184,7 @@ class _Search:
     def is_confirmed(self, budget_s: float) -> bool:
         """All replays of this budget, by their median."""
         while len(self._measured[budget_s]) < self._repeats:
-            self._replay(budget_s)
+            self.replay(budget_s)
         return self._load(budget_s) <= 1.0
 
     def result(self, budget_s: float | None) -> BudgetSearch:
@@ -177,7 +194,7 @@ class _Search:
         )
         return BudgetSearch(budget_s, self._targets, trials)
 
-    def _replay(self, budget_s: float) -> None:
+    def replay(self, budget_s: float) -> None:
         self._measured.setdefault(budget_s, []).append(self._measure(budget_s))
 
     def _load(self, budget_s: float) -> float:

@@ -28,6 +28,7 @@ import orjson
 from rich.console import Console
 
 from eval.ablation_arms import with_promises
+from eval.ablation_budget import find_arm_budget, wants_budget
 from eval.ablation_figures import ceiling_figures, reference_figures, run_figures, summarise
 from eval.ablation_load import build_mix, calibration_requests, calibration_window, in_flight
 from eval.ablation_options import AblationOptions, parse_options
@@ -35,7 +36,7 @@ from eval.ablation_phases import PHASES, ArmRun, run_arm, run_reference
 from eval.ablation_report import summary_markdown
 from eval.ablation_store import Store
 from eval.arms import ARMS, Arm
-from eval.cache_arms import with_config_file
+from eval.cache_arms import with_config_file, with_settings
 from eval.corun import LOGS_DIR, RESULTS_DIR
 from eval.corun_phases import empty_cache
 from eval.deadlines import deadlines_of
@@ -160,10 +161,7 @@ class Ablation:
         """What is promised in this repetition, and the stock server's own figures alone."""
         if not self.store.has("reference", repetition):
             _console.log(f"repetition {repetition}: the stock server alone")
-            with ExitStack() as stack:
-                server = self._start(STOCK, "reference", repetition)
-                stack.callback(stop_server, server)
-                wait_ready(server)
+            with self._server(STOCK, "reference", repetition) as server:
                 if not self.store.has("calibration"):
                     self._calibrate(server)
                 num = self.options.references
@@ -199,7 +197,7 @@ class Ablation:
         started_s, servers = time.monotonic(), {}
         with ExitStack() as stack:
             for name in names:
-                promised = with_promises(self._arms[name], slo)
+                promised = self._promised(name, slo, numbers[0])
                 for number in (one for one in reversed(numbers) if not self.store.has(name, one)):
                     arm = with_config_file(promised, self.store.config_path(name, number))
                 server = self._start(arm, name, numbers[0])
@@ -212,6 +210,29 @@ class Ablation:
             }
             _console.log(f"  ready after {time.monotonic() - started_s:.0f} s")
             yield ready
+
+    def _promised(self, name: str, slo: Slo, repetition: int) -> Arm:
+        """The arm told what is promised; if its steps have a budget, with one that keeps that."""
+        arm, key = with_promises(self._arms[name], slo), f"{name}-budget"
+        said = f"{name} {self.options.settings}"
+        if not (self.options.find_budget_s and wants_budget(arm, said)):
+            return arm
+        if not self.store.has(key, repetition):
+            path = self.store.config_path(f"{name}-before-budget", repetition)
+            arm_then = with_config_file(arm, path)
+            with self._server(arm_then, key, repetition) as server:
+                found = find_arm_budget(
+                    server,
+                    self.mix,
+                    slo,
+                    seconds=self.options.find_budget_s,
+                    job_path=self._log_path(f"{key}-job.jsonl"),
+                    seed=self.options.seed,
+                )
+            path.unlink()
+            self.store.write(found, key, repetition)
+        budget_s = self.store.read(key, repetition)["budget_s"]
+        return with_settings(arm, {"steps": {"budget_s": budget_s}}) if budget_s else arm
 
     def _measure(
         self, name: str, repetition: int, arm: Arm, server: Server, slo: Slo, reference: Tree
@@ -252,6 +273,15 @@ class Ablation:
             return None
         runs = self.store.runs([name])[name].values()
         return next((tree["ceiling"] for tree in runs), None)
+
+    @contextmanager
+    def _server(self, arm: Arm, name: str, repetition: int) -> Iterator[Server]:
+        """One that is ready."""
+        with ExitStack() as stack:
+            server = self._start(arm, name, repetition)
+            stack.callback(stop_server, server)
+            wait_ready(server)
+            yield server
 
     def _start(self, arm: Arm, name: str, repetition: int) -> Server:
         log_path = self._log_path(f"{name}-{repetition}.log")

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from echo_sgl.errors import ConfigError
 from eval.ablation_arms import ALONE_ARM, BASE_ARM, PRESETS, ablation_arms, with_promises
+from eval.ablation_budget import wants_budget
 from eval.arms import Arm
 from eval.cache_arms import Sections, parse_settings
 from eval.options import add_arguments, check_options, flag, option
 from eval.slo import Slo, parse_factors
 
 START_S = 35.0  # a server's start on a small CPU machine, for the estimate that is printed
+BUDGET_REPLAYS = 18  # that a search takes at most, nearly always
 ANSWER_LENGTHS = ("equal", "lognormal")
 
 
@@ -63,6 +65,9 @@ class AblationOptions:
     ceilings_once: bool = option(False, "offline alone only in each arm's first repetition")
     references: int = option(2, "times stock alone is measured each repetition; best counts", 1)
     reference_only: bool = option(False, "online alone on the stock server only, not on each arm")
+    find_budget_s: float = option(
+        20.0, "arms with a budget: found by replays of so many seconds; 0: their preset's", 0
+    )
     calibrate_s: float = option(20.0, "stock's saturation is measured for this long at most", 1)
     calibration_requests: int = option(400, "and with so many online requests at most", 20)
     calibration_window: int = option(0, "of these in flight; 0: twice the running ones or 256", 0)
@@ -130,10 +135,15 @@ class AblationOptions:
         alone_s = 0.0 if self.reference_only else online_s
         num_arms, num_runs = len(self.picked_arms()), len(self.picked_arms()) * self.repetitions
         num_starts = math.ceil(self.repetitions / self.rounds)
+        num_budgets = sum(
+            wants_budget(arm, f"{name} {self.settings}") for name, arm in self.picked_arms().items()
+        )
+        budget_s = num_budgets * BUDGET_REPLAYS * (self.find_budget_s + START_S / BUDGET_REPLAYS)
         num_ceilings = num_arms if self.ceilings_once else num_runs
         return (
             self.calibrate_s
             + num_starts * (START_S + self.references * online_s + num_arms * START_S)
+            + (num_starts * budget_s if self.find_budget_s else 0.0)
             + num_runs * (alone_s + self.lead_s + online_s)
             + num_ceilings * self.ceiling_s
         )

@@ -67,7 +67,8 @@ class Store:
             return
         for name, arm in left.items():
             first = next(iter(done[name]), 0)  # of one that was not measured there is no config
-            if changed := _changed_settings(self.config_path(name, first), arm):
+            path, was_found = self.config_path(name, first), self.has(f"{name}-budget", first)
+            if changed := _changed_settings(path, arm, budget_found=was_found):
                 raise WorkloadError(
                     f"{self.folder} has runs of {name} with other settings: {', '.join(changed)}; "
                     f"measure into another folder, or remove raw/{name}-*.json and go on"
@@ -128,10 +129,11 @@ class Store:
         return self.folder / "raw" / f"{stem}.json"
 
 
-def _changed_settings(path: Path, arm: Arm) -> list[str]:
+def _changed_settings(path: Path, arm: Arm, *, budget_found: bool) -> list[str]:
     """Those that an arm would have now and had not, as `section.key then -> now`.
 
-    The promises are those of then: how steps are planned follows from whether there are any.
+    The promises are those of then: how steps are planned follows from whether there are any. So is
+    a budget that was found on the arm's server.
     """
     if not arm.settings or not path.exists():
         return []
@@ -139,7 +141,10 @@ def _changed_settings(path: Path, arm: Arm) -> list[str]:
         then = dataclasses.asdict(load_config(str(path)))
     except ConfigError as error:
         return [str(error)]
-    now = dataclasses.asdict(parse_config({**arm.settings, "slo": then["slo"]}))
+    sections = {**arm.settings, "slo": then["slo"]}
+    if budget_found:
+        sections["steps"] = {**sections["steps"], "budget_s": then["steps"]["budget_s"]}
+    now = dataclasses.asdict(parse_config(sections))
     return [
         f"{section}.{key} {then[section][key]} -> {value}"
         for section, values in now.items()

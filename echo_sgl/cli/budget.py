@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 NOT_KEPT_EXIT = 1
 # A step shorter than this share of the tightest limit leaves no room for offline work.
 LOW_SHARE = 0.02
+# Budgets beyond the longest limit are tried where that is kept, as a mean may be: up to so many
+# times as long, if no step is then to take longer than anybody would let one.
+WIDEST, MOST_BUDGET_S = 64.0, 10.0
 # Settings that a replay changes itself.
 MOVED = {("steps", "budget_s"), ("steps", "adapt_budget")}
 
@@ -80,6 +83,8 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
         typer.echo(f"echo-sgl: {refusal(search)}", err=True)
         raise typer.Exit(NOT_KEPT_EXIT)
     if not check:
+        if search.is_open_ended:
+            typer.echo(f"no budget up to {search.budget_s:.4g} s broke the SLO", err=True)
         title = [f"budget_s {search.budget_s:.4g}, found by `echo-sgl budget` {date.today()}"]
         load = f"{trace.name}, {seconds:g} s at speed {speed:g}"
         work = jobs.name if jobs else "synthetic lines"
@@ -155,7 +160,8 @@ def run_search(
             return check_budget(measure, targets, stored_s)
         limits_s = [target.limit_s for target in targets]
         low_s, high_s = LOW_SHARE * min(limits_s), max(limits_s)
-        return find_budget(measure, targets, low_s=low_s, high_s=high_s)
+        most_s = max(high_s, min(WIDEST * high_s, MOST_BUDGET_S))
+        return find_budget(measure, targets, low_s=low_s, high_s=high_s, most_s=most_s)
 
 
 def evidence(search: BudgetSearch) -> Iterator[str]:
@@ -176,7 +182,7 @@ def evidence(search: BudgetSearch) -> Iterator[str]:
 def refusal(search: BudgetSearch) -> str:
     """Why there is no budget."""
     first = search.trials[0]
-    if first.budget_s == 0 and not search.is_kept_alone:
+    if search.is_kept_alone is False:
         return (
             "the SLO cannot be met even without offline work, see the figures above. "
             "Promise less, or serve fewer requests"

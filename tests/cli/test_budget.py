@@ -28,7 +28,13 @@ from echo_sgl.estimators.budget import BudgetSearch, Measurement, Trial, parse_s
 from echo_sgl.sim.trace_files import TraceFileError
 from echo_sgl.sim.workload import Trace
 from echo_sgl.types import Task
-from eval.server import Server
+from eval.ablation_budget import find_arm_budget
+from eval.cache_phases import parse_counters
+from eval.mix import Mix, online_body
+from eval.server import LOCAL, Server
+from eval.slo import Slo
+from eval.workloads.jobs import batch_line
+from eval.workloads.traces import Arrival
 from tests.cli.jobs import completion_line, run_cli, write_job
 from tests.servers import COMMON_ARGS, NAMED, STRICT
 
@@ -107,6 +113,23 @@ def test_what_came_of_an_answer_that_was_cut_counts(num_tokens, ttft_s, tpot_s):
     assert outcome.tpots_s == [pytest.approx(tpot_s, abs=30.0)]
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_whom_an_overloaded_server_turns_away_counts_as_never_answered(status: int) -> None:
+    async def replay(status: int) -> Outcome:
+        outcome, answer = Outcome(), httpx.Response(status, text="too busy")
+        async with httpx.AsyncClient(
+            transport=httpx.MockTransport(lambda request: answer), base_url="http://server"
+        ) as client:
+            body = {"sampling_params": {"max_new_tokens": 5}}
+            await _online(client, body, time.monotonic(), outcome)
+        return outcome
+
+    outcome = asyncio.run(replay(status))
+    assert outcome.ttfts_s == outcome.tpots_s == [math.inf]
+    with pytest.raises(ReplayError, match="answers 400: too busy"):
+        asyncio.run(replay(400))
+
+
 def test_a_promise_that_no_request_can_show_is_refused():
     with pytest.raises(ReplayError, match="tpot_mean has no values"):
         Outcome([0.1], [], 0).measurement(TARGETS)
@@ -161,7 +184,8 @@ def test_the_preset_holds_the_budget_and_the_figures_it_rests_on(tmp_path):
     [
         (search(None, (0.0, 1.2)), "even without offline work"),
         (search(None, (0.0, 0.9), (0.001, 1.2)), "not beside any"),
-        (search(None, (0.05, 1.2)), "stored budget of 0.05 s"),
+        (search(None, (0.05, 1.2), (0.0, 0.9)), "stored budget of 0.05 s"),
+        (search(None, (0.05, 1.2), (0.0, 1.1)), "even without offline work"),
     ],
 )
 def test_a_budget_that_is_not_there_is_explained(found, message):
@@ -228,6 +252,29 @@ def test_a_replay_on_a_real_server_times_every_request(server: Server):
 
 
 @pytest.mark.server
+def test_a_replay_finds_in_the_cache_what_the_prompts_of_the_trace_share(server: Server) -> None:
+    """Three come one after the other: 2 of 3 blocks are shared, and one follows on another."""
+    trace = Trace(
+        Task.ONLINE,
+        array("d", (0.0, 2.0, 4.0)),
+        array("q", (160, 150, 200)),
+        array("q", (2, 2, 2)),
+        blocks=[array("q", ids) for ids in ((1, 2, 3), (1, 2, 4), (1, 2, 3, 5))],
+        block_tokens=64,
+    )
+    replayer = Replayer(server.url, None, trace, jobs=None, speed=2.0, rng=random.Random(0))
+    for _ in range(2):  # Nothing is left of the last replay.
+        before = cached_tokens(server)
+        replayer.measure(0.0, TARGETS)
+        assert cached_tokens(server) - before == 128 + 160
+
+
+def cached_tokens(server: Server) -> float:
+    page = LOCAL.get(f"{server.url}/metrics").text
+    return parse_counters(page)["echo_sgl_cached_prompt_tokens_total{task=online}"]
+
+
+@pytest.mark.server
 def test_an_slo_that_the_idle_server_breaks_is_reported_with_its_figures(
     budget_server: Server, tmp_path: Path
 ) -> None:
@@ -255,9 +302,33 @@ def test_a_budget_is_found_beside_offline_work_and_checked_where_it_runs(
     assert len(beside) == 2 and float(beside[-1][-2]) > 0
     checked = run_budget(budget_server, slo, tmp_path, "--check")
     assert checked.returncode == 0, checked.stderr
+    broken = run_budget(budget_server, "ttft_p90=1us", tmp_path, "--check")
+    assert broken.returncode == 1
+    assert "even without offline work" in broken.stderr
+    assert load_config(tmp_path / "new.toml") == stored
     elsewhere = run_budget(server, slo, tmp_path, "--check")
     assert elsewhere.returncode == 2
     assert "steps.limit 'relative', so its steps have no budget" in elsewhere.stderr
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("promised_s", "budget_s"), [(40.0, 40.0), (1e-6, None)])
+def test_an_ablation_finds_the_budget_of_an_arm_on_its_server(
+    budget_server: Server, tmp_path: Path, promised_s: float, budget_s: float | None
+) -> None:
+    arrivals = [Arrival(0.2 * number, 20 + number, 5) for number in range(10)]
+    lines = [batch_line(str(number), online_body(f"job {number}", 4)) for number in range(5)]
+    found = find_arm_budget(
+        budget_server,
+        Mix(arrivals, [], lines),
+        Slo(promised_s, promised_s),
+        seconds=1.0,
+        job_path=tmp_path / "job.jsonl",
+        seed=0,
+    )
+    assert (found["budget_s"], found["keeps_promises"]) == (budget_s, budget_s is not None)
+    verdicts = [line.split()[-1] for line in found["evidence"][2:]]
+    assert verdicts == (["kept"] * 3 if budget_s else ["broken"])
 
 
 def run_budget(

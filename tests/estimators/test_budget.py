@@ -74,6 +74,17 @@ def test_a_range_that_is_kept_to_its_end_gives_its_end():
     assert server.asked.count(0.02) == 3
 
 
+@given(best_s=st.floats(0.002, 5.0), high_s=st.floats(0.002, 0.05))
+def test_beyond_a_range_that_is_kept_longer_budgets_are_tried(best_s: float, high_s: float):
+    """As for a mean, which steps longer than its limit may keep."""
+    server, target = Server(), Target("tpot", "p99", 0.01 + best_s)
+    found = search(server, target, high_s=high_s, most_s=1.0)
+    assert found.budget_s is not None and max(server.asked) <= 1.0
+    assert found.budget_s >= min(best_s, 1.0) / 1.1
+    assert found.budget_s <= best_s * (1 + 1e-9)
+    assert found.is_open_ended == (best_s >= 1.0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_of_ten_percent_moves_the_budget_little_and_it_still_keeps_the_slo(seed):
     found = search(Server(noise=0.1, seed=seed))
@@ -119,7 +130,13 @@ def test_a_stored_budget_is_checked_by_the_median_of_its_replays():
     server = Server()
     assert check_budget(server, (TPOT,), 0.03).budget_s == 0.03
     assert check_budget(server, (TPOT, TTFT), 0.05).budget_s is None
-    assert server.asked == [0.03] * 3 + [0.05] * 3
+    assert server.asked == [0.03] * 3 + [0.05] * 3 + [0.0]
+
+
+def test_a_stored_budget_that_fails_is_held_against_the_server_without_offline_work():
+    assert check_budget(Server(), (TPOT,), 0.05).is_kept_alone is True
+    assert check_budget(Server(alone_s=0.06), (TPOT,), 0.05).is_kept_alone is False
+    assert check_budget(Server(), (TPOT,), 0.03).is_kept_alone is None
 
 
 def test_an_slo_is_read_from_text():

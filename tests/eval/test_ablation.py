@@ -204,6 +204,35 @@ def test_calibration_sends_the_workloads_lengths_and_texts_of_its_own(
     assert calibration_window(dataclasses.replace(options, max_running_requests=0)) == 256
 
 
+@pytest.mark.parametrize("workload", ["azure-qmsum", "bursts-loogle"])
+def test_what_the_prompts_of_a_trace_share_is_shared_where_it_is_measured(
+    workload: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten conversations of a turn a second each: a turn begins with all of the one before."""
+    monkeypatch.setattr("eval.ablation_load._job", lambda *_: [])
+    path = tmp_path / "mooncake.jsonl"
+    rows = (
+        {"timestamp": 1000 * turn + 100 * talk, "input_length": 512 * (turn + 1),
+         "output_length": 8, "hash_ids": [100 * talk + n for n in range(turn + 1)]}
+        for turn in range(8) for talk in range(10)
+    )  # fmt: skip
+    path.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    options = AblationOptions(workload=workload, trace=str(path), length_scale=0.1, duration_s=10,
+                              calibration_requests=100)  # fmt: skip
+    tokenizer = load_tokenizer(str(tiny_model))
+    prompts = [
+        body["prompt"] for body in build_mix(options, tokenizer, saturation_rps=15.0).online_bodies
+    ]
+    assert 20 <= len(prompts) <= 79
+    turns = zip(prompts, prompts[10:], strict=False)
+    assert all(later.startswith(earlier) and later != earlier for earlier, later in turns)
+    assert len({prompt[:40] for prompt in prompts}) == 10
+    calibrated = [orjson.loads(one.content)["prompt"]
+                  for one in calibration_requests(options, tokenizer)]  # fmt: skip
+    assert calibrated[10].startswith(calibrated[0]), "the server saturates where these hit"
+    assert not calibrated[80].startswith(calibrated[0]), "the trace again finds nothing of itself"
+
+
 def test_llm_d_sends_three_jobs_of_different_windows_at_once(tiny_model: Path) -> None:
     options = AblationOptions(workload="llm-d", answer_lengths="lognormal", job_lines=200,
                               lead_s=10, duration_s=40)  # fmt: skip
