@@ -46,6 +46,11 @@ class BurstReserve:
         if self._predictor is not None:
             self._predictor.observe(now_s, online_tokens)
 
+    @property
+    def most_tokens(self) -> int:
+        """What offline requests may hold at most, when no online one is there."""
+        return self._capacity_tokens - self._lowest_tokens
+
     def reserve_tokens(self, now_s: float) -> int:
         """What must stay free for online growth beyond the present online use."""
         return min(max(self._growth_tokens(now_s), self._lowest_tokens), self._highest_tokens)

@@ -139,6 +139,17 @@ class KvLimits:
             )
         return True
 
+    def never_fits(self, req: Any) -> str | None:
+        """Why an offline request could not start on an idle server; None if it could."""
+        most_tokens = self._reserve.most_tokens
+        if req.seqlen <= most_tokens:
+            return None
+        return (
+            f"This request needs KV memory for {req.seqlen} tokens; offline requests may hold "
+            f"{most_tokens} of the {self.capacity_tokens} there are, the rest is kept for online "
+            "ones (reserve.min_tokens). Send a shorter one, or lower that setting."
+        )
+
     def could_start(self, req: Any) -> bool:
         """Whether a request that was held back could start now if no other offline one ran.
 

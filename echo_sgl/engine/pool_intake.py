@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 
 from echo_sgl.engine.clock import StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
+from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.metrics import SchedulerMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.engine.places import enter
@@ -37,6 +38,7 @@ class PoolIntake(Scheduler):
     running_batch: ScheduleBatch
     offline_pool: OfflinePool
     deadline_watch: DeadlineWatch
+    kv_limits: KvLimits
     step_control: StepControl
     echo_clock: StepClock
     echo_metrics: SchedulerMetrics
@@ -57,7 +59,9 @@ class PoolIntake(Scheduler):
         elif not self._set_or_validate_priority(req):
             self._release_aborted_request(req)
         elif self.offline_pool.is_full and not req.is_retracted:
-            self._reject_full_pool(req)
+            self._reject(req, HTTPStatus.SERVICE_UNAVAILABLE, self._full_pool())
+        elif problem := self.kv_limits.never_fits(req):
+            self._reject(req, HTTPStatus.BAD_REQUEST, problem)
         else:
             self._pool(req, resumed=req.is_retracted)
 
@@ -77,16 +81,14 @@ class PoolIntake(Scheduler):
             req, entry_s=entry_s, resumed=resumed, deadline_s=deadline_s, work_tokens=work_tokens
         )
 
-    def _reject_full_pool(self, req: Req) -> None:
-        message = (
+    def _full_pool(self) -> str:
+        return (
             f"The offline pool holds {len(self.offline_pool)} requests, its limit is "
             f"{self.offline_pool.capacity} (offline.max_pool_requests). Send this one again later."
         )
-        reason = {
-            "type": "abort",
-            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-            "message": message,
-        }
+
+    def _reject(self, req: Req, status: HTTPStatus, message: str) -> None:
+        reason = {"type": "abort", "status_code": status, "message": message}
         self._release_aborted_request(req)
         self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
 

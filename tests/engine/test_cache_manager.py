@@ -10,6 +10,7 @@ import pytest
 
 from eval.server import LOCAL, Server, ServerStartError
 from tests.engine.test_scheduler import mixed_bodies
+from tests.engine.tight import num_running
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -99,33 +100,42 @@ def test_outputs_depend_neither_on_the_order_of_eviction_nor_on_the_reserve(
     )
 
 
-def test_a_request_that_does_not_fit_beside_the_reserve_waits_and_that_is_said_once(
-    reserving_server,
-):
+def test_a_request_that_the_reserve_never_lets_in_fails_at_once_and_says_why(reserving_server):
+    """2,000 of 8,000 tokens are left to offline work, whatever else runs."""
     server = reserving_server
-    texts_of_two = documents(2, 900, seed=14)
+    huge, other = documents(2, 900, seed=14)
+    bodies = [completion(huge, 2, **FLEX), completion("short", 2, **FLEX), completion(other, 2)]
+    refused, *served = run(server, bodies)
+    assert refused.status_code == 400
+    assert "(reserve.min_tokens)" in refused.text and "hold 2000 of the 8000" in refused.text
+    assert [answer.status_code for answer in served] == [200, 200]
+
+
+def test_a_request_without_room_beside_online_ones_waits_and_that_is_said_once(reserving_server):
+    server = reserving_server
+    flush(server)
+    long, *offline = documents(3, 500, seed=17)
     before = metric(server, "echo_sgl_held_back_total")
 
-    async def scenario() -> None:
+    async def scenario() -> list[httpx.Response]:
         async with httpx.AsyncClient(verify=False, timeout=600) as client:
             url = f"{server.url}/v1/completions"
+            online = asyncio.create_task(client.post(url, json=completion(long, 1500)))
+            await until(lambda: num_running(server) > 0, "it runs")
             held = [
                 asyncio.create_task(client.post(url, json=completion(text, 2, **FLEX)))
-                for text in texts_of_two
+                for text in offline
             ]
             await until(
-                lambda: metric(server, "echo_sgl_held_back_total") > before, "it is held back"
+                lambda: metric(server, "echo_sgl_held_back_total") > before or online.done(),
+                "they are held back",
             )
-            online = await client.post(url, json=completion(texts_of_two[0], 2))
-            assert online.status_code == 200
-            assert not any(task.done() for task in held)
-            await client.post(f"{server.url}/abort_request", json={"abort_all": True})
-            await asyncio.gather(*held)
+            return [await one for one in (online, *held)]
 
-    asyncio.run(scenario())
+    answers = asyncio.run(scenario())
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert metric(server, "echo_sgl_held_back_total") > before
     assert server.log().count("the rest is kept for online bursts") == 1
-    assert post(server, "/v1/completions", completion("short", 2, **FLEX)).status_code == 200
-    assert metric(server, "echo_sgl_reserve_tokens", task="online") >= 6000
 
 
 def test_after_a_burst_a_job_of_large_requests_goes_on_one_at_a_time(reserving_server, stock_texts):
