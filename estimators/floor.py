@@ -7,6 +7,7 @@ from typing import Protocol
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.estimators.batch_time import StepPredictor
+from echo_sgl.estimators.host_time import HostTime
 
 
 class Slo(Protocol):
@@ -32,12 +33,18 @@ class SloFloor:
 
 
 def slo_floor(
-    model: StepPredictor, *, prompt_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0
+    model: StepPredictor,
+    *,
+    prompt_tokens: int,
+    cached_tokens: int = 0,
+    chunk_tokens: int = 0,
+    host: HostTime | None = None,
 ) -> SloFloor:
     """The steps of one request alone: its prefill in chunks, then a decode.
 
-    Only what the model's steps take; tokenizing, queueing and scheduling come on top, so
-    what is below this floor is out of reach. `chunk_tokens` 0: the prompt is one step.
+    What the model's steps take, and the host between and around them where that is known; queueing
+    comes on top, so what is below this floor is out of reach. `chunk_tokens` 0: the prompt is one
+    step.
 
     Units: tokens, seconds. Errors: `ValueError` when the prompt leaves nothing to compute.
     """
@@ -55,7 +62,10 @@ def slo_floor(
         done += new
     decode = BatchShape()
     decode.add_decode(prompt_tokens + 1)
-    return SloFloor(prompt_tokens, ttft_s, model.predict_s(decode))
+    tpot_s = model.predict_s(decode)
+    if host is not None:
+        ttft_s, tpot_s = ttft_s + host.intake_s, tpot_s + host.between_s(1)
+    return SloFloor(prompt_tokens, ttft_s, tpot_s)
 
 
 def check_slo(slo: Slo, floor: SloFloor) -> str | None:

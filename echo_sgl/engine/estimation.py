@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
-from echo_sgl.batch_shape import StepKind
+from sglang.srt.runtime_context import get_serving
+
+from echo_sgl.batch_shape import BatchRow, StepKind
 from echo_sgl.config import CALIBRATE_ENV, FORCE_PROFILE_ENV, EchoConfig, SloConfig
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.conformal import Evidence
-from echo_sgl.estimators.floor import check_slo, slo_floor
+from echo_sgl.estimators.floor import SloFloor, check_slo, slo_floor
 from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.estimators.profile import Profile, load_profile
 from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
 
 logger = logging.getLogger(__name__)
+
+# SGLang's warm-up asks for eight tokens: one prefill and seven decodes. Others end it.
+WARM_UP_STEPS, WARM_UP_DECODES = 12, 6
 
 
 def create_live_batch_time(config: EchoConfig, server: dict[str, Any]) -> LiveBatchTime:
@@ -48,7 +55,7 @@ def _profile(config: EchoConfig, server: dict[str, Any]) -> Profile:
     facts = {name: server[name] for name in names}
     profile = load_profile(path, **facts, force=is_forced)
     # A promise that even the shortest prompt breaks is none.
-    floor = slo_floor(_here(profile.estimator, server), prompt_tokens=1)
+    floor = slo_floor(_here(profile.estimator, server), prompt_tokens=1, host=profile.host)
     if broken := check_slo(config.slo, floor):
         if not is_forced:
             raise ConfigError(f"by the profile {path}, {broken}")
@@ -81,22 +88,52 @@ def _new_model(config: EchoConfig, server: dict[str, Any]) -> BatchTimeModel:
 
 
 class FloorWatch:
-    """Says once in the log when steps show that a promise is out of reach for everybody.
+    """Tells of promises that are out of reach for everybody, where no profile told it at the start.
 
-    Without a profile nothing is known of that when the server starts.
+    SGLang's warm-up is one request alone: a server that took longer for each of its steps than it
+    promises does not start. Else the log says so once, as soon as steps show it.
     """
 
-    def __init__(self, slo: SloConfig, estimator: LiveBatchTime) -> None:
-        self._slo, self._estimator = slo, estimator
-        self._is_done = not (slo.ttft_s or slo.tpot_s)
+    def __init__(self, slo: SloConfig, *, warms_up: bool) -> None:
+        self._slo = slo
+        self._is_done = not any(dataclasses.astuple(slo))
+        self._num_left = WARM_UP_STEPS if warms_up and not self._is_done else 0
+        self._fastest: tuple[float, BatchRow] | None = None
+        self._num_decodes = 0
 
-    def look(self, now_s: float) -> None:
+    @classmethod
+    def create(cls, slo: SloConfig) -> FloorWatch:
+        """That of the server which is starting."""
+        return cls(slo, warms_up=not get_serving().skip_server_warmup)
+
+    def note(self, measured: Iterable[tuple[BatchRow, float]]) -> None:
+        """Take in steps that have ended. Errors: `ConfigError` names a promise and the time."""
+        for row, time_s in measured if self._num_left else ():
+            self._num_left -= 1
+            if row.num_decodes == 1 and not row.num_prefills:
+                self._num_decodes += 1
+                self._fastest = min(self._fastest or (time_s, row), (time_s, row))
+            if self._num_decodes == WARM_UP_DECODES:
+                self._num_left = 0
+                self._judge(self._fastest)
+            if not self._num_left:
+                return
+
+    def _judge(self, fastest: tuple[float, BatchRow] | None) -> None:
+        assert fastest is not None
+        time_s, row = fastest
+        # A prompt's step takes no less than one that decodes.
+        floor = SloFloor(int(row.max_decode_tokens), ttft_s=time_s, tpot_s=time_s)
+        if broken := check_slo(self._slo, floor):
+            raise ConfigError(f"by this server's warm-up, {broken}")
+
+    def look(self, now_s: float, estimator: LiveBatchTime) -> None:
         """Compare them, as soon as there are enough steps."""
         kinds = StepKind.PREFILL, StepKind.DECODE
         if self._is_done or any(
-            self._estimator.evidence(kind, now_s) is not Evidence.FRESH for kind in kinds
+            estimator.evidence(kind, now_s) is not Evidence.FRESH for kind in kinds
         ):
             return
         self._is_done = True
-        if broken := check_slo(self._slo, slo_floor(self._estimator, prompt_tokens=1)):
+        if broken := check_slo(self._slo, slo_floor(estimator, prompt_tokens=1)):
             logger.warning("By the steps until now, %s", broken)

@@ -90,6 +90,7 @@ class EchoScheduler(Offers):
         self.echo_clock = StepClock(
             self.step_timer.take_fresh, is_shared=get_parallel().tp_size > 1
         )
+        leads = _leads_its_replica()
         self.step_control = StepControl(
             active_config(),
             create_live_batch_time(active_config(), server_facts(self)),
@@ -101,10 +102,8 @@ class EchoScheduler(Offers):
             # SGLang makes room for adapters of those that run; who sits out would lose its own.
             can_park=not self.enable_lora,
         )
-        leads = _leads_its_replica()
-        self._floor_watch = (
-            FloorWatch(active_config().slo, self.step_control.estimator) if leads else None
-        )
+        if leads:
+            self.step_control.floor_watch = FloorWatch.create(active_config().slo)
         self.echo_metrics = SchedulerMetrics.create(
             enabled=get_observability().enable_metrics and leads
         )
@@ -206,8 +205,8 @@ class EchoScheduler(Offers):
         if now_s - self._forgot_s >= forgets_after_s:
             self._forgot_s = now_s
             self.offline_pool.forget_ended()
-            if self._floor_watch is not None:
-                self._floor_watch.look(now_s)
+            if (floor_watch := self.step_control.floor_watch) is not None:
+                floor_watch.look(now_s, self.step_control.estimator)
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
             self.offline_pool, core, self.kv_limits, self.step_control, time.perf_counter()

@@ -7,7 +7,7 @@ the measured times that rank 0 broadcasts, so all ranks decide alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
@@ -16,6 +16,7 @@ from echo_sgl.config import EchoConfig
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
 from echo_sgl.engine.decode_control import UNSTEADY_STEPS, DecodeControl, StepCounts
+from echo_sgl.engine.estimation import FloorWatch
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.parking import ParkedDecodes, retract
@@ -60,6 +61,7 @@ class StepControl(DecodeControl):
         can_park: bool = True,
     ) -> None:
         self.estimator, self.timer = estimator, timer
+        self.floor_watch: FloorWatch | None = None
         self._watch = watch
         self.parked, self.without_turn = ParkedDecodes(), ParkedDecodes()
         self.log = StepLog(estimator.predict_both_s)
@@ -87,8 +89,13 @@ class StepControl(DecodeControl):
 
     # ---- one step --------------------------------------------------------------------------
 
-    def observe(self, measured: Iterable[tuple[BatchRow, float]], now_s: float) -> None:
-        """Take in steps that have ended since, and learn from them in time; alike on every rank."""
+    def observe(self, measured: Sequence[tuple[BatchRow, float]], now_s: float) -> None:
+        """Take in steps that have ended since, and learn from them in time; alike on every rank.
+
+        Errors: `ConfigError` when those of a server's start show that its promises are none.
+        """
+        if self.floor_watch is not None:
+            self.floor_watch.note(measured)
         # Not when they ended: the step of their last token was over only now.
         for terms, num_tokens in self._ended:
             self.planner.limit.note_request(terms.is_met(num_tokens, now_s))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.tight import TIGHT
+from tests.engine.tight import TIGHT, UNTRIED
 from tests.servers import COMMON_ARGS, NAMED, STRICT
 
 
@@ -40,5 +40,5 @@ def write_config(tmp_path_factory):
 @pytest.fixture
 def tight_server(server_for, write_config, request):
     """With the arguments that a test is parametrized with, if it is."""
-    args = (*COMMON_ARGS, *NAMED, *getattr(request, "param", ()))
+    args = (*COMMON_ARGS, *NAMED, *UNTRIED, *getattr(request, "param", ()))
     return server_for(args, config=str(write_config(**TIGHT)), env=STRICT)

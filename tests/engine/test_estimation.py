@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from echo_sgl.batch_shape import StepKind
+from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, decode_row
 from echo_sgl.config import CALIBRATE_ENV, FORCE_PROFILE_ENV, EchoConfig, parse_config
 from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
 from echo_sgl.engine.server_facts import captured_batch_sizes, transformer_sizes
 from echo_sgl.errors import ConfigError
-from echo_sgl.estimators.profile import Profile, save_profile
+from echo_sgl.estimators.host_time import HostTime
+from echo_sgl.estimators.profile import Profile, load_profile, save_profile
 from eval.server import ServerStartError
 from tests.estimators.steps import shape_of, true_model
 
@@ -168,13 +170,69 @@ def test_without_a_profile_a_promise_out_of_reach_is_told_once_when_steps_show_i
     truth, rng = true_model("pooled"), random.Random(0)
     settings = config(slo={"ttft_s": 1.0, "tpot_s": tpot_s})
     live = create_live_batch_time(settings, SERVER)
-    watch = FloorWatch(settings.slo, live)
+    watch = FloorWatch(settings.slo, warms_up=False)
     for number in range(200):
-        watch.look(0.01 * number)
+        watch.look(0.01 * number, live)
         decodes = [(0, 50 + number)] * rng.randint(1, 8)
         shape = shape_of([(rng.randint(1, 400), 0)] if number % 3 == 0 else decodes)
         live.observe(shape, truth.predict_s(shape), 0.01 * number)
     assert caplog.text.count("slo.tpot_s promises 0.0001 s") == num_warnings
+
+
+def decodes(*times_s: float, others: int = 0) -> list[tuple[BatchRow, float]]:
+    return [(decode_row([9 + n] * (1 + others)), time_s) for n, time_s in enumerate(times_s)]
+
+
+@pytest.mark.parametrize(
+    ("slo", "refused"),
+    [
+        ({"ttft_s": 1.0, "tpot_s": 0.002}, "slo.tpot_s promises 0.002 s, .* alone takes 0.003 s"),
+        ({"ttft_s": 0.002, "tpot_s": 1.0}, "slo.ttft_s promises 0.002 s, .* alone takes 0.003 s"),
+        ({"ttft_s": 1.0, "tpot_s": 1.0, "min_tpot_s": 0.002}, "slo.min_tpot_s promises 0.002 s"),
+        ({"ttft_s": 0.003, "tpot_s": 0.003}, None),
+        ({}, None),
+    ],
+)
+def test_promises_below_all_steps_of_the_warm_up_are_refused(slo, refused):
+    """A slow first step is none of the floor."""
+    watch = FloorWatch(config(slo=slo).slo, warms_up=True)
+    prefill = BatchShape()
+    prefill.add_prefill(5)
+    steps = [(prefill.row(), 0.9), *decodes(0.5, 0.004, 0.003, 0.004, 0.004)]
+    watch.note(steps)
+    watch.note([])
+    if refused is None:
+        watch.note(decodes(0.004))
+    else:
+        with pytest.raises(ConfigError, match=f"by this server's warm-up, {refused}"):
+            watch.note(decodes(0.004))
+
+
+def test_what_is_no_warm_up_refuses_nothing():
+    slo = config(slo={"ttft_s": 1.0, "tpot_s": 0.002}).slo
+    FloorWatch(slo, warms_up=False).note(decodes(*[0.003] * 20))
+    watch = FloorWatch(slo, warms_up=True)
+    watch.note(decodes(*[0.003] * 12, others=1))  # others have come
+    watch.note(decodes(*[0.003] * 20))
+
+
+def test_between_the_steps_of_a_profile_the_host_takes_time_too(profile):
+    known = load_profile(profile, device="", model="", force=True)
+    path = profile.with_name("with-host.json")
+    save_profile(dataclasses.replace(known, host=HostTime(0.002, 0.0001, 0.003)), path)
+    settings = config(slo={"ttft_s": 1.0, "tpot_s": 0.007}, estimator={"profile": str(path)})
+    with pytest.raises(ConfigError, match=r"slo.tpot_s promises 0.007 s, .* alone takes 0.008 s"):
+        create_live_batch_time(settings, SERVER)
+
+
+@pytest.mark.server
+def test_a_server_that_promises_what_its_warm_up_did_not_get_ends_and_says_why(
+    server_for, write_config
+):
+    slo = {"ttft_s": 1.0, "tpot_s": 1e-6}
+    with pytest.raises(ServerStartError, match="the server ended") as ended:
+        server_for(config=str(write_config(slo=slo)))
+    assert "by this server's warm-up, slo.tpot_s promises 1e-06 s, but" in str(ended.value)
 
 
 def test_a_roofline_needs_sizes_that_the_model_tells():

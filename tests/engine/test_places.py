@@ -15,7 +15,7 @@ from eval.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.engine.test_explain import explained, reason
 from tests.engine.test_steps import MIXED_IN_TURN
-from tests.engine.tight import learn, num_running
+from tests.engine.tight import UNTRIED, learn, num_running
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -34,7 +34,10 @@ pytestmark = pytest.mark.server
 PLACES = 4
 NUM_WORDS = 600  # a prompt of several chunks
 QUICK = completion("a short question", 8)
-ARGS = (*COMMON_ARGS, "--served-model-name", "tiny", "--max-running-requests", str(PLACES))
+ARGS = (
+    *(*COMMON_ARGS, "--served-model-name", "tiny", "--max-running-requests", str(PLACES)),
+    *UNTRIED,
+)
 # Every decode is ahead of its due times at once, and whoever finds no place is in a hurry.
 CONFIG: dict[str, Any] = {
     "slo": {"ttft_s": 2.0, "tpot_s": 0.5, "min_ttft_s": 0.4, "min_tpot_s": 0.0001},

@@ -10,6 +10,7 @@ import pytest
 from eval.server import LOCAL
 from tests.engine.tight import (
     TIGHT,
+    UNTRIED,
     learn,
     num_running,
     offline_bodies,
@@ -218,7 +219,7 @@ def test_ranks_decide_alike_step_by_step(
     server_for, write_config, stock_texts, tmp_path, variant, num_steps
 ):
     """Clock, measured times and all that follows from them are rank 0's on both ranks."""
-    args = (*COMMON_ARGS, *NAMED, "--tp-size", "2", *variant)
+    args = (*COMMON_ARGS, *NAMED, *UNTRIED, "--tp-size", "2", *variant)
     config = str(write_config(**TIGHT, estimator={"refit_steps": 50}))
     prefix = tmp_path / "decisions"
     env = {**STRICT, "ECHO_SGL_DECISION_LOG": str(prefix)}
