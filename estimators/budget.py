@@ -126,7 +126,8 @@ def find_budget(
             f"{len(targets)} targets; give 0 < low <= high, precision > 1, at least one of both"
         )
     search = _Search(measure, tuple(targets), repeats=repeats, edge=edge)
-    if not search.is_kept(0.0) or not search.is_kept(low_s):
+    # An unlucky replay alone would end it all.
+    if not (search.is_kept(0.0) or search.is_confirmed(0.0)) or not search.is_kept(low_s):
         return search.result(None)
     kept_s = [low_s]
     while search.is_kept(high_s) and search.is_confirmed(high_s):

@@ -62,6 +62,17 @@ def test_an_slo_that_is_broken_without_offline_work_is_reported_with_the_figures
     assert found.trials[0].measurements[0].values_s["tpot_p99"] == 0.06
 
 
+def test_a_server_that_was_unlucky_once_is_replayed_alone_again():
+    server, is_first = Server(), iter([True])
+
+    def measure(budget_s: float) -> Measurement:
+        measured = server(budget_s)
+        return Measurement({"tpot_p99": 9.0}, 100, 0.0) if next(is_first, False) else measured
+
+    assert search(measure).budget_s == pytest.approx(0.04, rel=0.1)
+    assert server.asked.count(0.0) == 3
+
+
 def test_an_slo_that_any_offline_work_breaks_has_no_budget():
     found = search(Server(), low_s=0.045)
     assert found.budget_s is None and found.is_kept_alone
