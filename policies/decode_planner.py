@@ -70,24 +70,19 @@ class DecodePlanner:
             return True
         return self._joined_s(joined) > RESUME_SHARE * limit_s
 
-    def choose_decodes(
-        self, candidates: Callable[[], Sequence[Decode]], *, beside: Sequence[int] = ()
-    ) -> set[str]:
-        """Who of the offline requests that could decode joins the online ones.
-
-        `beside`: contexts of offline requests that decode in any case, in tokens.
-        """
+    def choose_decodes(self, candidates: Callable[[], Sequence[Decode]]) -> set[str]:
+        """Who of the offline requests that could decode joins the online ones."""
         if not (choices := candidates()):
             return set()
-        most = self._most_decodes() - len(beside)
+        most = max(0, self._most_decodes())
         if self.is_limited and self._is_known:
-            chosen = self._fitting(choices, beside, max_decodes=max(0, most))
+            chosen = self._fitting(choices, max_decodes=most)
         else:
-            num_most = max(0, most) if self.is_limited else len(choices)
+            num_most = most if self.is_limited else len(choices)
             running_first = sorted(choices, key=lambda one: (not one.is_running, one.sequence))
             chosen = {one.rid for one in running_first[:num_most]}
         # A step that decodes nobody ends nothing, and who waits online may need the place.
-        if not (chosen or beside or len(self._online_decodes)):
+        if not (chosen or len(self._online_decodes)):
             chosen = {min(choices, key=lambda one: one.sequence).rid}
         return chosen
 
@@ -117,24 +112,16 @@ class DecodePlanner:
             joined=(*contexts, *beside),
         )
 
-    def _fitting(
-        self, choices: Sequence[Decode], beside: Sequence[int], *, max_decodes: int
-    ) -> set[str]:
-        shortest_tokens = min((*beside, *(one.context_tokens for one in choices)))
-        limit_s = self._decode_limit_s(shortest_tokens)
-        for context_tokens in beside:
-            self._online_decodes.add_decode(context_tokens)
-        chosen = self._selection.select(
+    def _fitting(self, choices: Sequence[Decode], *, max_decodes: int) -> set[str]:
+        shortest_tokens = min(one.context_tokens for one in choices)
+        return self._selection.select(
             choices,
             self._online_decodes,
             self.estimator.upper,
-            limit_s,
+            self._decode_limit_s(shortest_tokens),
             now_s=self.view.now_s,
             max_decodes=max_decodes,
         )
-        for _ in beside:
-            self._online_decodes.undo()
-        return chosen
 
     def with_decode_s(self, context_tokens: int) -> float:
         """What the online decodes at hand would take with one more of this context."""

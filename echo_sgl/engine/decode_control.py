@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from echo_sgl.engine.deadlines import DeadlineWatch
-from echo_sgl.engine.parking import ParkedDecodes, has_penalties
+from echo_sgl.engine.parking import ParkedDecodes
 from echo_sgl.engine.places import placed
 from echo_sgl.engine.retraction import uncached_tokens
 from echo_sgl.engine.running import Running, offline_of
@@ -27,6 +27,7 @@ UNSTEADY_STEPS = 2
 class StepCounts:
     """What happened to requests since the scheduler started; between steps the counts only grow."""
 
+    num_started: int = 0  # for the first time; but for SGLang's health checks
     num_parks: int = 0
     num_resumes: int = 0
     num_prefill_parks: int = 0
@@ -60,14 +61,9 @@ class DecodeControl:
             return
         if not self.can_park:
             return
-        running, stay = offline_of(batch.reqs), []
-        if batch.sampling_info.penalizer_orchestrator.is_required:  # by any of them
-            stay = [req for req in running if has_penalties(req)]
-            running = [req for req in running if not has_penalties(req)]
+        running = offline_of(batch.reqs)
         candidates = self._candidates(running)
-        chosen = self.planner.choose_decodes(
-            lambda: candidates, beside=[req.seqlen for req in stay]
-        )
+        chosen = self.planner.choose_decodes(lambda: candidates)
         leaving = self._replaced(batch.reqs, candidates, chosen)
         # First in, then out: an emptied batch cannot take anybody in.
         self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
@@ -102,10 +98,7 @@ class DecodeControl:
         if not self.planner.replaces:
             return frozenset()
         contexts = {req.rid: req.seqlen for req in reqs}
-        online = [
-            OnlineDecode(one.rid, one.due_s, contexts[one.rid])
-            for one in placed(req for req in reqs if not has_penalties(req))
-        ]
+        online = [OnlineDecode(one.rid, one.due_s, contexts[one.rid]) for one in placed(reqs)]
         asked = {one.rid for one in online} | {one.rid for one in candidates}
         replacement = self.planner.replace_decodes(
             candidates,

@@ -15,6 +15,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 
@@ -23,8 +24,8 @@ class ParkedDecodes:
     """The requests that sit out, as a batch of SGLang's that no step runs.
 
     A request's last sampled token waits for it in SGLang's relay, by the request's row; its
-    lengths and sampling parameters wait here. One with penalties is not parked: SGLang counts its
-    tokens in the batch, step by step.
+    lengths and sampling parameters wait here, and so does what SGLang counted of its tokens for
+    penalties.
     """
 
     def __init__(self) -> None:
@@ -97,29 +98,17 @@ def has_prompt_logprobs(req: Req) -> bool:
     return req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
 
 
-def has_penalties(req: Req) -> bool:
-    """Whether what a request may say next depends on how often it said what."""
-    params = req.sampling_params
-    return bool(
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_new_tokens
-    )
-
-
 def _split(batch: ScheduleBatch, indices: Sequence[int]) -> ScheduleBatch:
-    """Move requests without penalties into a new batch. Both go on independently: no tensor is
-    changed in place.
-    """
+    """Move requests into a new batch. Both go on independently: no tensor is changed in place."""
     chosen = set(indices)
     part = copy.copy(batch)
     part.sampling_info = copy.copy(batch.sampling_info)
-    penalizers = batch.sampling_info.penalizer_orchestrator.penalizers
+    penalties = batch.sampling_info.penalizer_orchestrator
     # The shared one would lose the counts of those that stay.
     part.sampling_info.penalizer_orchestrator = _penalties(part, ())
     part.filter_batch(keep_indices=list(indices))
-    part.sampling_info.penalizer_orchestrator = _penalties(part, penalizers)
+    part.sampling_info.penalizer_orchestrator = _penalties(part, penalties.penalizers)
+    _count_on(part.sampling_info.penalizer_orchestrator, penalties, indices)
     kept = [index for index in range(len(batch.reqs)) if index not in chosen]
     batch.filter_batch(keep_indices=kept)
     return part
@@ -128,3 +117,14 @@ def _split(batch: ScheduleBatch, indices: Sequence[int]) -> ScheduleBatch:
 def _penalties(batch: ScheduleBatch, penalizers: Iterable[Any]) -> Any:
     vocab_size = batch.sampling_info.vocab_size
     return BatchedPenalizerOrchestrator(vocab_size, batch, set(penalizers))
+
+
+def _count_on(part: Any, whole: Any, indices: Sequence[int]) -> None:
+    """Give requests that leave a batch what was counted of their tokens there."""
+    rows = torch.tensor(indices, dtype=torch.int64, device=whole.device)
+    for kind, penalizer in part.penalizers.items():
+        if penalizer.is_prepared():  # by one of them, so in the whole batch as well
+            counts = vars(whole.penalizers[kind]).items()
+            vars(penalizer).update(
+                {name: rowed[rows] for name, rowed in counts if isinstance(rowed, torch.Tensor)}
+            )

@@ -124,6 +124,7 @@ RELIED_ON = (
         "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
         "self vocab_size batch penalizers",
     ),
+    Seam("sglang.srt.sampling.penaltylib.orchestrator._BatchedPenalizer.is_prepared", "self"),
     Seam(
         f"{_SCHEDULER}._get_new_batch_prefill_raw",
         "self prefill_delayer_single_pass running_batch",

@@ -40,6 +40,14 @@ MIXED_IN_TURN = ("--enable-mixed-chunk", "--disable-overlap-schedule")
 
 # Who has to say so many tokens before it may end: SGLang counts them for the batch.
 COUNTED = {"min_tokens": 5}
+# And how often it says which, for these.
+PENALTIES = (
+    {"frequency_penalty": 0.7, "min_tokens": 5},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.1},
+)
+# Likely ones, which a model of made-up weights would not repeat by itself.
+LIKELY = {"logit_bias": {str(600 + number): 20.0 - 0.3 * number for number in range(30)}}
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -48,7 +56,7 @@ def test_parked_requests_answer_as_if_they_had_never_sat_out(tight_server, stock
     offline, online = offline_bodies(), online_bodies()
     if counted:
         online = [{**body, **COUNTED} for body in online]
-        offline[0] |= COUNTED
+        offline = [{**body, **COUNTED} for body in offline]
     before = parks(tight_server)
     answers = []
     while parks(tight_server) == before:  # traffic may come too late to park anybody
@@ -57,6 +65,44 @@ def test_parked_requests_answer_as_if_they_had_never_sat_out(tight_server, stock
     wait_until(lambda: is_idle(tight_server), "the server is idle")
     assert metric(tight_server, "echo_sgl_parked_requests", task="offline") == 0
     assert metric(tight_server, "echo_sgl_retractions_total") == 0
+
+
+@pytest.mark.parametrize("tight_server", [("--disable-overlap-schedule",)], indirect=True)
+def test_penalties_count_on_where_their_requests_sat_out(tight_server):
+    """Overlapped, SGLang counts a token late or twice when somebody else is prefilled between."""
+    learn(tight_server)
+    plain = [{**body, **LIKELY} for body in offline_bodies()]
+    offline = [{**body, **PENALTIES[number % len(PENALTIES)]} for number, body in enumerate(plain)]
+    alone = texts(asyncio.run(send_all(tight_server, offline)))
+    without = texts(asyncio.run(send_all(tight_server, plain)))
+    for kind in range(len(PENALTIES)):
+        assert alone[kind :: len(PENALTIES)] != without[kind :: len(PENALTIES)]
+    before = parks(tight_server)
+    answers: list[httpx.Response] = []
+    while parks(tight_server) == before:
+        answers = asyncio.run(offline_then_online(tight_server, offline))
+    assert texts(answers)[: len(offline)] == alone
+
+
+@pytest.mark.parametrize("tight_server", [("--disable-overlap-schedule",)], indirect=True)
+def test_an_online_request_waits_for_one_step_of_offline_work_at_most(tight_server):
+    learn(tight_server)
+    job = [{**body, "max_tokens": 1000} for body in offline_bodies()]
+
+    async def run() -> bool:
+        offline = asyncio.create_task(send_all(tight_server, job))
+        await until(lambda: offline.done() or num_running(tight_server) > 0, "the job runs")
+        for number in range(20):
+            await send_all(tight_server, [completion(f"alone {number}", 1)])
+        goes_on = not offline.done()
+        await asyncio.to_thread(post, tight_server, "/abort_request", {"abort_all": True})
+        await offline
+        return goes_on
+
+    while not asyncio.run(run()):
+        pass
+    assert metric(tight_server, "echo_sgl_online_wait_seconds", task="online") > 0
+    assert metric(tight_server, "echo_sgl_online_wait_steps", task="online") <= 1
 
 
 def test_abort_reaches_requests_that_sit_out(tight_server):
@@ -218,9 +264,10 @@ def test_long_online_prompts_are_cut_one_after_the_other(tight_server, stock_tex
 def test_ranks_decide_alike_step_by_step(
     server_for, write_config, stock_texts, tmp_path, variant, num_steps
 ):
-    """Clock, measured times and all that follows from them are rank 0's on both ranks."""
+    """Clock, measured times, draws and all that follows from them are rank 0's on both ranks."""
     args = (*COMMON_ARGS, *NAMED, *UNTRIED, "--tp-size", "2", *variant)
-    config = str(write_config(**TIGHT, estimator={"refit_steps": 50}))
+    drawn = {"offline": {"order": "psm", "utility_ratio": 0.8}}
+    config = str(write_config(**TIGHT | drawn, estimator={"refit_steps": 50}))
     prefix = tmp_path / "decisions"
     env = {**STRICT, "ECHO_SGL_DECISION_LOG": str(prefix)}
 

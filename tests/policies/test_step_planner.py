@@ -125,19 +125,6 @@ def test_while_an_online_request_waits_for_its_prefill_one_offline_decode_goes_o
     assert plan.choose_decodes(lambda: [decode(2), decode(1)]) == {"1"}
 
 
-def test_who_decodes_in_any_case_takes_its_time_from_those_that_may_sit_out():
-    plan = begin(planner(), decodes=1, due_in_s=0.035)
-    choices = [decode(1), decode(2)]
-    assert plan.choose_decodes(lambda: choices) == {"1", "2"}
-    assert plan.choose_decodes(lambda: choices, beside=[100]) == {"1"}
-    assert plan.choose_decodes(lambda: choices) == {"1", "2"}
-    late = begin(planner(), waiting=1, first_due_in_s=-1.0)
-    assert late.choose_decodes(lambda: choices, beside=[100]) == set()
-    # Nobody is online: the stall comes on top of the least step, whoever has to be in it.
-    alone = begin(planner(max_stall_s=0.015))
-    assert alone.choose_decodes(lambda: [*choices, decode(3)], beside=[100]) == {"1"}
-
-
 def test_the_most_decodes_of_a_step_count_online_ones():
     plan = begin(planner(max_decodes=5), decodes=2)
     assert plan.all_decode(Contexts.of([100] * 3))
