@@ -2,7 +2,9 @@
 
 The online decodes are in the step already. What the time limit leaves is given out in turns:
 
-    1. urgent    late, or parked for too long; oldest first, one that does not fit is passed over
+    1. urgent    late; then parked for too long, for a turn as long as that: who came back for a
+                 step only would make a token every ten seconds; one that does not fit is passed
+                 over
     2. running   in the order of the selection, up to the limit
     3. parked    in the order of the selection, up to `RESUME_SHARE` of the limit
 
@@ -13,7 +15,7 @@ when the limit leaves air above it: a limit or a context that changes a little p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from echo_sgl.batch_shape import BatchShape
@@ -49,6 +51,7 @@ class DecodeSelection(ABC):
                 "a request parked for longer comes before those that run"
             )
         self._max_parked_s = max_parked_s
+        self._turn_ends_s: dict[str, float] = {}
 
     def is_overdue(self, parked_since_s: float, now_s: float) -> bool:
         """Whether who sits out since then comes before those that run."""
@@ -77,12 +80,11 @@ class DecodeSelection(ABC):
         return {decode.rid for decode in fill.chosen}
 
     def _fill_in_turns(self, fill: StepFill, candidates: Sequence[Decode], now_s: float) -> None:
-        parked_before_s = now_s - self._max_parked_s
-        urgent = [one for one in candidates if _is_urgent(one, parked_before_s)]
-        left = candidates
+        urgent, left = self._urgent(candidates, now_s), candidates
         if urgent:
-            _take_urgent(fill, sorted(urgent, key=_BY_START))
+            _take_urgent(fill, sorted(urgent, key=lambda one: self._precedence(one, now_s)))
             taken = {decode.rid for decode in fill.chosen}
+            self._give_turns((one for one in urgent if one.rid in taken), now_s)
             left = [one for one in candidates if one.rid not in taken]
         running = [one for one in left if one.is_running]
         parked = [one for one in left if not one.is_running]
@@ -90,6 +92,36 @@ class DecodeSelection(ABC):
             was_tried = len(group) == len(candidates)  # all together, and nobody has joined since
             if group and fill.room and (was_tried or not fill.take(group)):
                 self._extend(fill, group)
+
+    def _urgent(self, candidates: Sequence[Decode], now_s: float) -> list[Decode]:
+        if self._turn_ends_s:
+            turns = self._turn_ends_s.items()
+            self._turn_ends_s = {rid: end_s for rid, end_s in turns if end_s > now_s}
+        return [
+            one
+            for one in candidates
+            if one.laxity_s < 0 or one.rid in self._turn_ends_s or self._is_overdue(one, now_s)
+        ]
+
+    def _precedence(self, urgent: Decode, now_s: float) -> tuple[bool, int, float, int]:
+        """Late ones, those whose turn it is, and then who has waited longest.
+
+        Who still waits after a turn of others goes before them: it may only fit without them.
+        """
+        since_s = now_s if urgent.waiting_since_s is None else urgent.waiting_since_s
+        place = 0 if now_s - since_s > 2 * self._max_parked_s else 2
+        if place and urgent.rid in self._turn_ends_s:
+            place = 1
+        return urgent.laxity_s >= 0, place, since_s, urgent.sequence
+
+    def _is_overdue(self, decode: Decode, now_s: float) -> bool:
+        since_s = decode.waiting_since_s
+        return since_s is not None and self.is_overdue(since_s, now_s)
+
+    def _give_turns(self, joining: Iterable[Decode], now_s: float) -> None:
+        for one in joining:
+            if self._is_overdue(one, now_s):
+                self._turn_ends_s[one.rid] = now_s + self._max_parked_s
 
     @abstractmethod
     def _extend(self, fill: StepFill, decodes: list[Decode]) -> None:
@@ -152,14 +184,9 @@ class MixSelection(DecodeSelection):
         fill.take_prefix(untested)
 
 
-def _is_urgent(decode: Decode, parked_before_s: float) -> bool:
-    since_s = decode.waiting_since_s
-    return decode.laxity_s < 0 or (since_s is not None and since_s < parked_before_s)
-
-
-def _take_urgent(fill: StepFill, oldest_first: list[Decode]) -> None:
+def _take_urgent(fill: StepFill, in_order: list[Decode]) -> None:
     num_misfits = 0
-    for decode in oldest_first[fill.take_prefix(oldest_first) :]:
+    for decode in in_order[fill.take_prefix(in_order) :]:
         if not fill.take([decode]):
             num_misfits += 1
         if num_misfits == _MAX_URGENT_MISFITS or not fill.room:

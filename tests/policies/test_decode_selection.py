@@ -199,6 +199,33 @@ def test_nobody_starves_when_each_fits_alone(name, contexts):
     assert len(ran) == len(contexts)
 
 
+@pytest.mark.parametrize("name", ["shortest", "uncached"])
+def test_who_sat_out_for_too_long_then_decodes_for_as_long(name):
+    """Beside a crowd of short ones that goes on for ever, two long ones have their turns."""
+    selection, contexts = create_decode_selection(name, seed=3), {0: 5000, 1: 4000}
+    contexts |= dict.fromkeys(range(2, 30), 100)
+    limit_s = time_s([decode(number, 100) for number in range(20)])
+    parked_since_s: dict[int, float | None] = dict.fromkeys(contexts)
+    num_steps = dict.fromkeys(contexts, 0)
+    for step in range(1000):
+        now_s = 0.1 * step
+        candidates = [
+            decode(number, contexts[number], waiting_since_s=since_s)
+            for number, since_s in parked_since_s.items()
+        ]
+        chosen = selection.select(
+            candidates, BatchShape(), Predictor(), limit_s, now_s=now_s, max_decodes=99
+        )
+        for one in candidates:
+            number, has_joined = one.sequence, one.rid in chosen
+            num_steps[number] += has_joined
+            since_s = parked_since_s[number]
+            waits_since_s = now_s if since_s is None else since_s
+            parked_since_s[number] = None if has_joined else waits_since_s
+    assert min(num_steps[0], num_steps[1]) > 300
+    assert min(num_steps.values()) > 300
+
+
 @pytest.mark.parametrize("name", ["in-order", "shortest", "uncached"])
 @given(any_candidates(kinds=("runs", "parked")), online_contexts, limits)
 def test_who_was_chosen_stays_while_nothing_changes(name, candidates, contexts, limit_s):
