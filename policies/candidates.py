@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
@@ -31,7 +30,6 @@ class Candidate(NamedTuple):
     new_tokens: int
     cached_tokens: int
     evicted_needed_tokens: int
-    age_s: float
     laxity_s: float
     length_bucket: int
 
@@ -77,23 +75,20 @@ def rank(
     shape: BatchShape,
     predictor: StepPredictor,
     *,
-    max_age_s: float = math.inf,
     bucket: int | None = None,
 ) -> list[str]:
     """The ids of all candidates, the one to prefill next first.
 
-    Late ones come first, least laxity before more; then those older than `max_age_s`, oldest
-    first; then the best score. Among scores within 5 % of the best of them, a prompt of `bucket`
-    wins, that of what runs, which keeps batches regular, and then the order that was given.
+    Late ones come first, least laxity before more; then the best score. Among scores within 5 % of
+    the best of them, a prompt of `bucket` wins, that of what runs, which keeps batches regular, and
+    then the order that was given.
 
     Cost: one prediction each and one for the step alone. `shape` is left as it was.
     Source: Echo 3.1 and 4.1 (benefit less punishment per second), 6 (length buckets).
     """
     late = [one for one in candidates if one.laxity_s < 0]
-    stale = [one for one in candidates if one.laxity_s >= 0 and one.age_s > max_age_s]
-    ordinary = [one for one in candidates if one.laxity_s >= 0 and not one.age_s > max_age_s]
+    ordinary = [one for one in candidates if one.laxity_s >= 0]
     ranked = sorted(late, key=lambda one: one.laxity_s)
-    ranked += sorted(stale, key=lambda one: -one.age_s)
     if len(ordinary) > 1:
         ordinary = _by_score(ordinary, shape, predictor, bucket)
     return [one.rid for one in ranked + ordinary]

@@ -67,7 +67,6 @@ class Weighing:
             new_tokens=new_tokens,
             cached_tokens=cached_tokens,
             evicted_needed_tokens=victims.needed_tokens(new_tokens - free_tokens),
-            age_s=0.0,
             laxity_s=self._watch.laxity_s(req, now_s),
             length_bucket=length_bucket(len(prompt)),
         )

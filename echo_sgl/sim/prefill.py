@@ -149,7 +149,6 @@ class PrefillPass:
             new_tokens=new_tokens,
             cached_tokens=cached,
             evicted_needed_tokens=victims.needed_tokens(new_tokens - self._kv.free_tokens),
-            age_s=0.0,
             laxity_s=scheduler.pool.laxity_s(request, scheduler.now_s),
             length_bucket=length_bucket(tokens),
         )

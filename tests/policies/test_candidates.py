@@ -27,7 +27,6 @@ class Predictor:
 def candidate(rid: str, new_tokens: int = 100, cached_tokens: int = 0, **facts) -> Candidate:
     values = {
         "evicted_needed_tokens": 0,
-        "age_s": 1.0,
         "laxity_s": INFINITE,
         "length_bucket": length_bucket(new_tokens + cached_tokens),
     }
@@ -47,7 +46,6 @@ def any_candidates(draw: st.DrawFn) -> list[Candidate]:
         st.integers(1, 2000),
         st.integers(0, 2000),
         st.integers(0, 5000),
-        st.integers(0, 99).map(float),
         st.sampled_from([INFINITE, 5.0, 0.0, -1.0, -2.0]),
     )
     return [
@@ -59,15 +57,15 @@ def any_candidates(draw: st.DrawFn) -> list[Candidate]:
 contexts = st.lists(st.integers(1, 4000), max_size=3)
 
 
-@given(any_candidates(), contexts, st.sampled_from([INFINITE, 50.0]))
-def test_every_candidate_is_ranked_once_with_few_predictions(candidates, lengths, max_age_s):
+@given(any_candidates(), contexts)
+def test_every_candidate_is_ranked_once_with_few_predictions(candidates, lengths):
     shape, predictor = running(*lengths), Predictor()
     before = shape.row()
-    ranked = rank(candidates, shape, predictor, max_age_s=max_age_s)
+    ranked = rank(candidates, shape, predictor)
     assert sorted(ranked) == sorted(one.rid for one in candidates)
     assert shape.row() == before and len(shape) == len(lengths)
     assert predictor.num_predictions <= len(candidates) + 1
-    assert rank(candidates, shape, predictor, max_age_s=max_age_s) == ranked
+    assert rank(candidates, shape, predictor) == ranked
 
 
 @given(any_candidates(), contexts)
@@ -107,12 +105,6 @@ def test_the_late_go_before_the_best_and_the_latest_before_the_late():
     best = candidate("best", 10, 5000)
     late, later = candidate("late", laxity_s=-1.0), candidate("later", laxity_s=-2.0)
     assert rank([best, late, later], running(9), Predictor()) == ["later", "late", "best"]
-
-
-def test_the_stale_go_before_the_best_when_an_age_is_named():
-    best, stale = candidate("best", 10, 5000), candidate("stale", age_s=61.0)
-    assert rank([best, stale], running(9), Predictor(), max_age_s=60) == ["stale", "best"]
-    assert rank([best, stale], running(9), Predictor()) == ["best", "stale"]
 
 
 def test_of_near_ties_the_one_as_long_as_what_runs_goes_first_and_then_the_first_given():
