@@ -23,6 +23,11 @@ TRAFFIC_WARNING = (
     "which wants the admin key if there is one."
 )
 
+OTHERS_WARNING = (
+    "{} requests of others came meanwhile: their steps are in the fit, too, and the host's times "
+    "were measured beside them. Calibrate again when nobody uses the server."
+)
+
 
 def calibrate(
     output: Annotated[Path, typer.Option(help="Profile to write (JSON).")],
@@ -69,6 +74,8 @@ def calibrate(
         samples = driver.measure(
             seconds, on_wave=lambda share: status.update(f"measuring, {share:.0%}")
         )
+    if driver.num_others:
+        console.print(OTHERS_WARNING.format(driver.num_others), highlight=False)
     if not driver.forget_traffic():
         console.print(TRAFFIC_WARNING, highlight=False)
     try:

@@ -95,6 +95,8 @@ class Driver:
         self._url, self._api_key, self._random = url, api_key, rng
         self._client = open_blocking_client(url, api_key, REQUEST_TIMEOUT_S)
         self.server: dict[str, Any] = self._replica()["server"]
+        self.num_others = 0
+        self._sent = itertools.count()
         self._lone_s: list[float] = []
         self._beside_s: dict[int, list[float]] = {}
         self._start_s = 0.0
@@ -107,15 +109,19 @@ class Driver:
             if time.monotonic() >= deadline_s:
                 raise BusyServerError(
                     f"the server at {self._url} is busy: {replica['num_running']} requests run "
-                    f"and {replica['num_waiting']} wait. Calibrate when nobody uses it; their "
-                    "steps would be measured instead"
+                    f"and {replica['num_waiting']} wait, {replica['num_offline']} of them offline. "
+                    "Calibrate when nobody uses it; their steps would be measured instead"
                 )
             time.sleep(POLL_S)
 
     def measure(self, seconds: float, on_wave: Callable[[float], None]) -> Samples:
-        """Drive the grid for that long; rows and times of the steps that it became."""
+        """Drive the grid for that long; rows and times of the steps that it became.
+
+        `num_others` then are the requests of others that were started meanwhile.
+        """
         self._send(Wave(((0, 8, 2),) * WARM_UP_REQUESTS))
-        before, self._start_s = self._replica()["num_steps"], time.monotonic()
+        replica, self._start_s = self._replica(), time.monotonic()
+        before, num_before = replica["num_steps"], replica["num_started"] - next(self._sent)
         self._lone_s = [self._time_of(LONE_PROMPT_TOKENS) for _ in range(LONE_REQUESTS)]
         most = max(1, self.server["max_running_requests"] - 1)
         self._beside_s = {
@@ -125,6 +131,7 @@ class Driver:
         self._probed = self._notes()
         self._drive(seconds, on_wave)
         after = self._replica()
+        self.num_others = after["num_started"] - num_before - next(self._sent) + 1
         table = np.array(after["rows"][before - after["num_steps"] :], dtype=np.float64)
         num_columns = len(BatchRow._fields)
         return table[:, :num_columns], table[:, num_columns]
@@ -211,6 +218,7 @@ class Driver:
     def _generate(self, prompt: list[int], max_new_tokens: int) -> None:
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        next(self._sent)
         try:
             # Streamed, as people read: each token's way out takes the host's time at each step.
             with self._client.stream("POST", "/generate", json=body) as answer:

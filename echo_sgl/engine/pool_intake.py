@@ -97,6 +97,9 @@ class PoolIntake(Scheduler):
         rid, is_all = recv_req.rid, recv_req.abort_all
         if not (rid or is_all):
             return  # every id begins with nothing
+        for req in self.waiting_queue:
+            if is_all or req.rid == rid:
+                self.step_control.note_abandoned(req)
         self.waiting_queue.extend(self.offline_pool.remove(None if is_all else rid))
         if any(is_all or req.rid == rid for req in self.step_control.parked):
             self._resume_all()

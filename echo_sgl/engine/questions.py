@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReqOutput, SetInternal
 from sglang.srt.runtime_context import get_parallel
 
 from echo_sgl.batch_shape import BatchRow
+from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.explain import explain
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import active_config
@@ -58,6 +59,8 @@ def steps_state(scheduler: EchoScheduler) -> dict[str, Any]:
         "config": dataclasses.asdict(active_config()),
         "num_running": sum(1 for _ in scheduler.running_reqs()),
         "num_waiting": len(scheduler.waiting_queue) + len(scheduler.offline_pool),
+        "num_offline": len(scheduler.offline_pool) + sum(map(is_offline, scheduler.running_reqs())),
+        "num_started": scheduler.step_control.counts.num_started,
         "columns": [*BatchRow._fields, "time_s"],
         "rows": [[*row, time_s] for row, time_s in timer.records()],
         "num_steps": timer.num_steps,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
 from echo_sgl.batch_shape import BatchRow, BatchShape
@@ -299,6 +300,7 @@ class StepControl(DecodeControl):
             self._num_unsteady = UNSTEADY_STEPS
         if terms.started_s is None:
             terms.started_s = self._now_s
+            self.counts.num_started += not req.rid.startswith(HEALTH_CHECK_RID_PREFIX)
             if not terms.is_offline:
                 self.planner.note_online_start(self._now_s, req.seqlen - req.prefix_len)
                 self.online_wait_s.observe(self._now_s - terms.arrival_s, self._now_s)
@@ -315,8 +317,16 @@ class StepControl(DecodeControl):
                 self.planner.gating.note_answer(len(req.output_ids))
             return
         self.planner.held.end()  # the stall is counted from what online decodes take
+        if isinstance(req.finished_reason, FINISH_ABORT):
+            self.note_abandoned(req)
         if req.output_ids and terms.promise.is_any:
             self._ended.append((terms, len(req.output_ids)))
+
+    def note_abandoned(self, req: Req) -> None:
+        """Who ends without a token after the first one was due was promised it in vain."""
+        terms = terms_of(req, self._now_s)
+        if not (terms.is_offline or req.output_ids) and terms.due_s(0) < self._now_s:
+            self.planner.limit.note_request(False)
 
     @property
     def length_bucket(self) -> int | None:

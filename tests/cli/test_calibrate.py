@@ -45,6 +45,8 @@ IDLE: dict[str, Any] = {
     "server": SERVER,
     "num_running": 0,
     "num_waiting": 0,
+    "num_offline": 0,
+    "num_started": 0,
     "num_steps": 1,
     "rows": [[0.0] * (len(BatchRow._fields) + 1)],
 }
@@ -175,6 +177,7 @@ def test_a_real_server_is_measured_and_its_profile_loads(server: Server, tmp_pat
     result = run_cli("calibrate", "--url", server.url, "--output", output, "--seconds", 15)
     assert result.returncode == 0, result.stderr
     assert "it replaces bros of 2026-01-31 for a model, a device" in result.stderr
+    assert "requests of others" not in result.stderr
     for name in ("pooled", "linear", "bros", "roofline", "(best)", "MAPE"):
         assert name in result.stdout
     state = LOCAL.get(f"{server.url}/echo/steps", timeout=60).json()["replicas"][0]["server"]
@@ -188,6 +191,22 @@ def test_a_real_server_is_measured_and_its_profile_loads(server: Server, tmp_pat
 
 
 @pytest.mark.server
+def test_requests_of_others_that_come_meanwhile_are_counted(server: Server) -> None:
+    sent: list[httpx.Response] = []
+
+    def somebody_comes(share: float) -> None:
+        body = {"text": "somebody else", "sampling_params": {"max_new_tokens": 2}}
+        sent.append(LOCAL.post(f"{server.url}/generate", json=body, timeout=60))
+
+    driver = Driver(server.url, None, random.Random(0))
+    driver.measure(1.0, on_wave=somebody_comes)
+    assert driver.num_others == len(sent) > 0
+    LOCAL.get(f"{server.url}/health_generate", timeout=60).raise_for_status()
+    driver.measure(1.0, on_wave=lambda share: None)
+    assert driver.num_others == 0
+
+
+@pytest.mark.server
 def test_a_busy_server_is_refused_and_left_alone(
     server: Server, cli: StartCli, tmp_path: Path
 ) -> None:
@@ -197,7 +216,7 @@ def test_a_busy_server_is_refused_and_left_alone(
         assert next(chunks)
         result = run_cli("calibrate", "--url", server.url, "--output", tmp_path / "none.json")
     assert result.returncode == 2
-    assert "busy: 1 requests run and 0 wait" in result.stderr
+    assert "busy: 1 requests run and 0 wait, 0 of them offline" in result.stderr
     assert not (tmp_path / "none.json").exists()
     deadline_s = time.monotonic() + 60
     while LOCAL.get(f"{server.url}/echo/steps").json()["replicas"][0]["num_running"]:

@@ -16,7 +16,13 @@ from typer.main import get_command
 from echo_sgl.cli import app
 from echo_sgl.cli.serve import check_port
 from echo_sgl.cli.url import ServerUrlError, server_root
-from echo_sgl.config import CONFIG_ENV, DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
+from echo_sgl.config import (
+    CONFIG_ENV,
+    DATABASE_URL_ENV,
+    FORCE_PROFILE_ENV,
+    KEYS_FILE_ENV,
+    STATE_DIR_ENV,
+)
 from echo_sgl.errors import ConfigError
 from tests.servers import ServerPool
 
@@ -226,6 +232,13 @@ def test_serve_hands_the_batch_services_options_on(other_python: Path, tmp_path:
     result = serve_with(other_python, *given)
     assert result.stdout.strip().split("|") == [str(state), "None", str(keys)]
     assert serve_with(other_python, "--port", "0").stdout.strip() == "None|None|None"
+
+
+def test_serve_tells_the_server_to_take_a_profile_of_another_machine(other_python: Path) -> None:
+    script = other_python.with_name("sglang")
+    script.write_text(f"import os\nprint(os.environ.get('{FORCE_PROFILE_ENV}'))\n")
+    assert serve_with(other_python, "--port", "0", "--force-profile").stdout.strip() == "1"
+    assert serve_with(other_python, "--port", "0").stdout.strip() == "None"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ REPLICA: dict[str, Any] = {
     "config": {"steps": {"limit": "budget"}},
     "num_running": 0,
     "num_waiting": 0,
+    "num_offline": 0,
+    "num_started": 0,
     "num_steps": 0,
     "columns": ["time_s"],
     "rows": [[0.5]],

@@ -198,7 +198,7 @@ def test_an_abort_reaches_one_id_and_leaves_all_ids_as_they_were(given, aborted,
         chunked_req=everybody["q-12"],
         grammar_manager=SimpleNamespace(grammar_queue=[compiling]),
         offline_pool=SimpleNamespace(remove=lambda rid: []),
-        step_control=SimpleNamespace(parked=[]),
+        step_control=SimpleNamespace(parked=[], note_abandoned=lambda req: None),
         collect_inflight_reqs=lambda: {everybody["q-1"], everybody["q-11"]},
     )
     one.abort_request(SimpleNamespace(rid=given or "", abort_all=given is None))

@@ -1,0 +1,88 @@
+"""The budget of a step that moves with what online requests get, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from echo_sgl.policies.online_attainment import WINDOW_REQUESTS
+from eval.server import LOCAL, Server
+from tests.engine.tight import UNTRIED, num_running
+from tests.engine.traffic import FLEX, completion, is_idle, post, send_all, until, wait_until
+from tests.servers import COMMON_ARGS, NAMED, STRICT
+
+pytestmark = pytest.mark.server
+
+BUDGET_S = 0.05
+PLACES = 16
+# Nobody gets that.
+CONFIG: dict[str, Any] = {
+    "slo": {"ttft_s": 0.001, "tpot_s": 1e-6},
+    "steps": {"limit": "budget", "budget_s": BUDGET_S, "adapt_budget": True},
+}
+
+
+@pytest.fixture
+def server(server_for, write_config):
+    args = (*COMMON_ARGS, *NAMED, *UNTRIED)
+    server = server_for(args, config=str(write_config(**CONFIG)), env=STRICT)
+    wait_until(lambda: is_idle(server), "the server is idle")
+    assert post(server, "/echo/forget-traffic", {}).status_code == 200
+    yield server
+    post(server, "/abort_request", {"abort_all": True})
+
+
+def budget_s(server: Server) -> float | None:
+    """The limit of the newest step."""
+    [replica] = LOCAL.get(f"{server.url}/echo/trace?seconds=2", timeout=60).json()["replicas"]
+    rows = replica["rows"]
+    return dict(zip(replica["columns"], rows[-1], strict=True))["limit_s"] if rows else None
+
+
+def falls(server: Server, act: Callable[[], Awaitable[Any]], *, num_beside: int) -> bool:
+    """Whether the budget has fallen by a fifth after that, while so many requests go on."""
+    num_tokens = 7000 // num_beside
+    lasting = [completion(f"lasting {n}", num_tokens) for n in range(num_beside - 1)]
+    lasting.append(completion("job", num_tokens, **FLEX))  # only beside one is there a limit
+
+    async def run() -> bool:
+        beside = asyncio.create_task(send_all(server, lasting))
+        await until(lambda: num_running(server) == num_beside, "they run")
+        await until(lambda: budget_s(server) == pytest.approx(BUDGET_S), "the budget is the first")
+        await act()
+        await until(
+            lambda: beside.done() or budget_s(server) == pytest.approx(0.8 * BUDGET_S),
+            "it has fallen, or they have ended",
+        )
+        has_fallen = not beside.done()
+        await asyncio.to_thread(post, server, "/abort_request", {"abort_all": True})
+        await beside
+        return has_fallen
+
+    return asyncio.run(run())
+
+
+def test_a_budget_falls_when_promises_are_broken(server):
+    late = [completion(f"late {number}", 4) for number in range(WINDOW_REQUESTS)]
+    assert falls(server, lambda: send_all(server, late), num_beside=2)
+
+
+def test_who_gives_up_before_the_first_token_was_promised_one_too(server):
+    """All places are taken; nobody of those that wait is ever answered."""
+    waiting = [completion("waits", 4, rid=f"waits-{n}") for n in range(WINDOW_REQUESTS)]
+
+    def num_waiting() -> int:
+        loads = LOCAL.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
+        return sum(load["num_waiting_reqs"] for load in loads)
+
+    async def give_up() -> None:
+        calls = asyncio.create_task(send_all(server, waiting))
+        await until(lambda: num_waiting() == WINDOW_REQUESTS, "they wait")
+        for body in waiting:
+            await asyncio.to_thread(post, server, "/abort_request", {"rid": body["rid"]})
+        await calls
+
+    assert falls(server, give_up, num_beside=PLACES)
