@@ -48,9 +48,9 @@ class ConformalBand:
     the bound that stood before them, and their excess is what they were beyond what was expected
     then: so the bound covers what it says even if the caller learns late. (The step in flight while
     others are learned from was planned by the bound before that.) Until `MIN_STEPS` of a kind were
-    seen, the bound is `cold_ratio` times the prediction, or what is expected if that is more, and
-    the evidence is missing; after `stale_s` without a step it is stale.
-    The caller falls back to its conservative side on either.
+    seen, the bound is `cold_ratio` times the prediction, or what is expected if that is more, or
+    what all steps but one stayed below, and the evidence is missing; after `stale_s` without a
+    step it is stale. The caller falls back to its conservative side on either.
 
     Source: adaptive conformal inference (Gibbs and Candes, 2021) on relative residuals.
     Units:  seconds. Memory: `NUM_RATIOS` steps and `coverage_window` bits per kind.
@@ -183,7 +183,11 @@ class ConformalBand:
     def _bound(self, band: _Band, quantile: float) -> float:
         tracker = band.tracker(quantile)
         if len(band.recent) < self.MIN_STEPS:
-            return self._cold_ratio * max(1.0, band.centre())
+            cold_ratio = self._cold_ratio * max(1.0, band.centre())
+            if len(band.recent) < self.NUM_CENTRAL:
+                return cold_ratio
+            # One alone may have been measured wrong.
+            return max(cold_ratio, band.centre() * math.exp(min(MOST_LOG_BOUND, band.excesses[-2])))
         excess = min(MOST_LOG_BOUND, tracker.bound(band.excesses))
         ratio = band.bounds[quantile] = band.centre() * math.exp(excess)
         return ratio

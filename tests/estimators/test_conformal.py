@@ -270,6 +270,14 @@ def test_the_cold_bound_goes_beyond_what_is_expected():
     assert one.predict_upper(DECODE, 0.5) == pytest.approx(1.5 * 0.01)
 
 
+def test_the_cold_bound_is_above_all_steps_but_one():
+    """Rare steps that differ by their shapes: a bound of half as much again would cover few."""
+    one = band(cold_ratio=1.5)
+    play(one, np.log(np.array([1.0, 2.0, 1.0, 40.0, 1.0, 3.0, 1.0])))
+    assert one.evidence(StepKind.DECODE, 0.1) is Evidence.MISSING
+    assert one.predict_upper(DECODE, 0.95) == pytest.approx(0.03, rel=0.01)
+
+
 def test_a_factor_that_the_first_steps_share_is_no_excess():
     one = band()
     play(one, math.log(2) + still(ConformalBand.MIN_STEPS, seed=17))
