@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from echo_sgl.batch_shape import FloatArray, StepKind
+from echo_sgl.batch_shape import BatchRow, FloatArray, StepKind
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.samples import checked_samples, kinds_of
+
+MIN_RUNS = 8
 
 Samples = tuple[FloatArray, FloatArray]
 """Rows and times: (steps, columns of `BatchRow`) and seconds (steps,)."""
@@ -48,15 +51,39 @@ def held_out_errors(model: BatchTimeModel, samples: Samples) -> dict[StepKind, S
 
 
 def split_samples(samples: Samples, *, held_out_share: float, seed: int) -> tuple[Samples, Samples]:
-    """Samples to fit and samples to judge by, the same share of every kind of step."""
+    """Samples to fit and samples to judge by, about the same share of every kind of step.
+
+    Decodes that follow each other are one batch that grows by a token a step: such a run is fitted
+    or judged by as a whole, as most of it would else be known from its neighbours.
+    """
     rows, times_s = checked_samples(*samples)
     rng = np.random.default_rng(seed)
     is_held_out = np.zeros(len(times_s), dtype=bool)
     for mask in kinds_of(rows).values():
-        chosen = rng.permutation(np.flatnonzero(mask))
-        is_held_out[chosen[: round(held_out_share * len(chosen))]] = True
+        places = np.flatnonzero(mask)
+        runs = _runs(rows, places)
+        before = 0
+        for number in rng.permutation(len(runs)):
+            if before + len(runs[number]) / 2 <= held_out_share * len(places):
+                is_held_out[runs[number]] = True
+                before += len(runs[number])
     fitted = rows[~is_held_out], times_s[~is_held_out]
     return fitted, (rows[is_held_out], times_s[is_held_out])
+
+
+def _runs(rows: FloatArray, places: Any) -> list[Any]:
+    """These steps, those of one batch together; singly where there are too few batches."""
+    num_prefills, num_decodes = (
+        rows[places, BatchRow._fields.index(name)] for name in ("num_prefills", "num_decodes")
+    )
+    is_same_batch = (
+        (np.diff(places) == 1)
+        & (np.diff(num_decodes) == 0)
+        & (num_prefills[1:] == 0)
+        & (num_prefills[:-1] == 0)
+    )
+    runs = np.split(places, np.flatnonzero(~is_same_batch) + 1)
+    return runs if len(runs) >= MIN_RUNS else list(places[:, np.newaxis])
 
 
 def choose_best(errors: Mapping[str, Errors]) -> str:

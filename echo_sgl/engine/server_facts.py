@@ -9,6 +9,9 @@ from typing import Any
 
 from echo_sgl.engine.seams import KNOWN_SGLANG_VERSION
 
+# What configs have of layers that are no dense transformer's: experts, and latent attention.
+OTHER_LAYERS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
+
 
 def server_facts(scheduler: Any) -> dict[str, Any]:
     """Device, model and limits of a scheduler, as plain values.
@@ -64,8 +67,11 @@ def _processor_name() -> str:
 def transformer_sizes(model_config: Any, num_ranks: int) -> dict[str, int] | None:
     hf = model_config.hf_text_config
     intermediate = getattr(hf, "intermediate_size", None)
+    is_dense = not any(getattr(hf, name, None) for name in OTHER_LAYERS)
     # Some models have a list of them, layer by layer.
-    if not isinstance(intermediate, int) or not (intermediate and model_config.num_attention_heads):
+    if not (is_dense and isinstance(intermediate, int) and intermediate):
+        return None
+    if not model_config.num_attention_heads:
         return None
     return {
         "num_layers": model_config.num_hidden_layers,

@@ -261,12 +261,15 @@ def test_a_server_with_the_profile_of_another_machine_ends_and_says_why(
 
 
 def test_a_model_whose_layers_differ_has_no_single_size():
-    """As Gemma 3n has one intermediate size for each layer."""
+    """As Gemma 3n has one intermediate size for each layer, and others have experts or MLA."""
     dtype = SimpleNamespace(itemsize=2)
     sizes = {"num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 8}
     model = SimpleNamespace(**sizes, num_key_value_heads=4, vocab_size=500, dtype=dtype)
     model.hf_text_config = SimpleNamespace(intermediate_size=[128, 256])
     assert transformer_sizes(model, 2) is None
+    for other in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"):
+        model.hf_text_config = SimpleNamespace(intermediate_size=128, **{other: 8})
+        assert transformer_sizes(model, 2) is None
     model.hf_text_config = SimpleNamespace(intermediate_size=128)
     assert transformer_sizes(model, 2) == {
         "num_layers": 2,

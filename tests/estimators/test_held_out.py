@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from echo_sgl.batch_shape import StepKind
+from echo_sgl.batch_shape import StepKind, decode_row
 from echo_sgl.estimators.held_out import (
     StepError,
     choose_best,
@@ -86,6 +86,25 @@ def test_a_split_loses_nothing_and_takes_the_same_share_of_every_kind():
     assert sorted([*fitted[1], *unseen[1]]) == list(range(1, 121))
     shares = {kind: mask.sum() for kind, mask in kinds_of(unseen[0]).items()}
     assert shares == {StepKind.PREFILL: 6, StepKind.DECODE: 12, StepKind.MIXED: 6}
+
+
+def test_decodes_of_one_batch_are_judged_by_or_fitted_as_a_whole():
+    batches = [
+        [decode_row([50 + step] * size) for step in range(length)]
+        for size, length in ((3, 20), (5, 4), (2, 9), (7, 30), (3, 11), (6, 5), (4, 8), (1, 16))
+    ] * 3
+    rows = np.array([row for batch in batches for row in batch], dtype=np.float64)
+    number_of = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+    fitted, unseen = split_samples((rows, number_of + 1.0), held_out_share=0.25, seed=11)
+    assert not set(fitted[1]) & set(unseen[1])
+    assert len(fitted[1]) + len(unseen[1]) == len(rows)
+    assert 0.15 < len(unseen[1]) / len(rows) < 0.35
+
+
+def test_where_all_are_of_few_batches_single_steps_are_chosen():
+    rows = np.array([decode_row([50 + step] * 3) for step in range(100)], dtype=np.float64)
+    fitted, unseen = split_samples((rows, np.ones(100)), held_out_share=0.25, seed=12)
+    assert len(unseen[1]) == 25 and len(fitted[1]) == 75
 
 
 def test_a_split_is_the_same_for_the_same_seed():
