@@ -329,6 +329,13 @@ class Ablation:
                 "output_tokens": sum(one.output_tokens for one in arrivals),
             },
             "offline": {"lines": len(self.mix.job)},
+            "budgets": {
+                name: [
+                    self.store.read(key, number) for number in done if self.store.has(key, number)
+                ]
+                for name in self._arms
+                for key in (f"{name}-budget",)
+            },
             "failures": self.failures,
         }
 

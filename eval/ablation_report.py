@@ -65,7 +65,19 @@ def _setting(config: Tree) -> list[str]:
             f"- {options['servers_up']} servers were up at a time: arms of one group were measured "
             "in turn, the groups one after the other"
         ]
+    for name, budgets in config["budgets"].items():
+        lines += [f"- {name}: {_budget(found)}" for found in budgets]
     return lines + [f"- NOT MEASURED: {failure}" for failure in config["failures"]]
+
+
+def _budget(found: Tree) -> str:
+    """What replays on the arm's server gave before it was measured."""
+    if found["budget_s"] is None:
+        return (
+            "its preset's budget, since no replay kept the promises, not even without offline work"
+        )
+    kept = "the largest" if found["keeps_promises"] else "the smallest tried, since none"
+    return f"a budget of {1000 * found['budget_s']:.1f} ms, {kept} whose replays keep the promises"
 
 
 def _about(options: Tree) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+
+import pytest
+
+from tests.engine.traffic import completion, documents, metric, send_all, wait_until
 
 METRICS_SCRIPT = """
 import os, sys
@@ -29,13 +34,18 @@ for _ in range(2):
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode())
+for number in range(800):  # what is normal is known after 300
+    live.observe(shape, 0.010 if number < 400 else 0.030, 1.0 + 0.01 * number)
+metrics.publish(live, 5.0)
+print("# later", generate_latest(registry).decode())
 """
 
 
 def test_metrics_show_errors_evidence_and_what_became_of_refits(tmp_path):
     env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     command = [sys.executable, "-c", METRICS_SCRIPT]
-    page = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    told = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    page, _, later = told.partition("# later")
     for series, value in (
         ('predicted_ratio_count{kind="decode"}', "40.0"),
         ('predicted_ratio_bucket{kind="decode",le="1.05"}', "0.0"),
@@ -51,3 +61,18 @@ def test_metrics_show_errors_evidence_and_what_became_of_refits(tmp_path):
     assert evidence.endswith(" 2.0")
     [coverage] = [line for line in page.splitlines() if line.startswith("echo_sgl_step_time_cov")]
     assert 'kind="decode"' in coverage and 0.8 <= float(coverage.split()[-1]) <= 1.0
+    [drifts] = [line for line in later.splitlines() if 'drifts_total{kind="decode"}' in line]
+    assert float(drifts.split()[-1]) >= 1.0
+
+
+@pytest.mark.server
+def test_a_server_shows_how_many_steps_its_bound_covered(echo_server):
+    bodies = [completion(text, 40) for text in documents(6, 60, seed=71)]
+    wait_until(
+        lambda: (
+            {answer.status_code for answer in asyncio.run(send_all(echo_server, bodies))} == {200}
+            and metric(echo_server, "echo_sgl_step_time_coverage_ratio", kind="decode") > 0
+        ),
+        "decodes were held against a bound",
+    )
+    assert metric(echo_server, "echo_sgl_step_time_coverage_ratio", kind="decode") <= 1.0

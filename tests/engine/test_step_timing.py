@@ -41,6 +41,39 @@ def test_a_step_is_kept_with_its_time_once_it_is_over():
     assert timer.num_steps == 1
 
 
+def test_on_an_accelerator_a_step_takes_what_its_events_tell(monkeypatch):
+    """A stand-in: no machine of this suite has one. Nobody waits for the device."""
+    now_ms, is_over = iter([3.0, 8.0, 20.0, 21.5]), [False, False]
+    events: list[Any] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            events.append(self)
+
+        def record(self) -> None:
+            self.at_ms = next(now_ms)
+
+        def query(self) -> bool:
+            return is_over[events.index(self) // 2]
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at_ms - self.at_ms)
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    timer = StepTimer(on_device=True)
+    for _ in range(2):
+        timer.expect(ROW)
+        with timer.wrap({"category": "extend"}):
+            pass
+    assert timer.records() == []
+    is_over[0] = True
+    assert timer.take_fresh() == [(ROW, pytest.approx(0.005))]
+    is_over[1] = True
+    assert timer.take_fresh() == [(ROW, pytest.approx(0.0015))]
+    assert timer.num_steps == len(timer.records()) == 2
+
+
 def test_passes_that_nobody_announced_are_not_kept():
     timer = StepTimer()
     with timer.wrap({"category": "idle"}):

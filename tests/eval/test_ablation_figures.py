@@ -170,9 +170,20 @@ def test_the_report_shows_every_arm_and_marks_those_that_break_promises() -> Non
         "slo_factors": (1.5, 1.5), "slos": [dataclasses.asdict(SLO)], "alone_again": [0.983],
         "offline": {"lines": 100},
         "online": {"requests": 10, "prompt_tokens": 400, "output_tokens": 50},
+        "budgets": {
+            "echo": [],
+            "hygen": [
+                {"budget_s": 0.0123, "keeps_promises": True},
+                {"budget_s": 0.0009, "keeps_promises": False},
+                {"budget_s": None, "keeps_promises": False},
+            ],
+        },
         "failures": ["bros 1: the server ended"],
     }  # fmt: skip
     text = summary_markdown(config, summarise(runs))
+    assert "- hygen: a budget of 12.3 ms, the largest whose replays keep the promises" in text
+    assert "- hygen: a budget of 0.9 ms, the smallest tried, since none whose replays" in text
+    assert "- hygen: its preset's budget, since no replay kept the promises" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert "- the stock server alone measured again keeps that for 98.3% of the requests" in text
     assert "NOT MEASURED: bros 1: the server ended" in text
@@ -214,5 +225,6 @@ def test_the_report_names_what_stands_in_for_the_workloads_own(workload: str, sa
         ),
         "slos": [dataclasses.asdict(SLO)], "alone_again": [1.0], "offline": {"lines": 100},
         "online": {"requests": 10, "prompt_tokens": 400, "output_tokens": 50}, "failures": [],
+        "budgets": {},
     }  # fmt: skip
     assert said in summary_markdown(config, summarise({"echo": {1: run_of()}}))
