@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.test_explain import reason
 from tests.engine.test_gathering import trace
-from tests.engine.tight import learn, num_running
+from tests.engine.tight import UNTRIED, learn, num_running
 from tests.engine.traffic import completion, documents, post, send_all, texts, until, wait_until
 from tests.servers import COMMON_ARGS, STRICT
 
@@ -25,6 +25,7 @@ ARGS = (
     *COMMON_ARGS,
     *("--served-model-name", "tiny", "--max-running-requests", str(PLACES)),
     *("--chunked-prefill-size", "2048"),
+    *UNTRIED,
 )
 # Steps are taken to be eleven times as long, so that what the long prompt takes is far more than
 # what passes between two requests.
