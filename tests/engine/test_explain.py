@@ -114,12 +114,14 @@ def test_the_reserve_and_the_order_are_told_apart(server):
 
 def test_nobody_waits_for_one_that_could_not_start_even_alone(server):
     """And what it waits for can be told when what it had found in the cache is gone again."""
-    [large, *small] = documents(4, 1500, seed=33)
+    [large, long, *small] = documents(5, 700, seed=33)
     small_bodies = [completion(text[:200], 4, **FLEX) for text in small]
-    others_bodies = [completion(text, 4) for text in documents(6, 1500, seed=34)]
+    others_bodies = [completion(text, 4) for text in documents(6, 1300, seed=34)]
 
-    async def run() -> list[httpx.Response]:
-        await send_all(server, [completion(large[:2000], 1)])
+    async def run() -> tuple[bool, list[httpx.Response]]:
+        await send_all(server, [completion(large[:1000], 1)])
+        online = asyncio.create_task(send_all(server, [completion(long, 3000, rid="long")]))
+        await until(lambda: explained(server, "long").get("state") == "decoding", "it decodes")
         first = asyncio.create_task(
             send_all(server, [completion(large, 4, rid="jobs/large", **FLEX)])
         )
@@ -128,14 +130,19 @@ def test_nobody_waits_for_one_that_could_not_start_even_alone(server):
         for body in others_bodies:
             others += await send_all(server, [body])
         facts = await asyncio.to_thread(explained, server, "jobs/large")
-        held = facts["held_back"]
-        assert (facts["position"], held["reason"]) == ("next", "reserve")
-        assert facts["prompt_tokens"] >= held["needed_tokens"] > held["limit_tokens"] == 2000
+        goes_on = not online.done()
+        if goes_on:
+            held = facts["held_back"]
+            assert (facts["position"], held["reason"]) == ("next", "reserve")
+            assert 2000 > facts["prompt_tokens"] >= held["needed_tokens"] > held["limit_tokens"]
         await asyncio.to_thread(abort, server)
-        await first
-        return others
+        await asyncio.gather(first, online)
+        return goes_on, others
 
-    assert {answer.status_code for answer in asyncio.run(run())} == {200}
+    goes_on = False
+    while not goes_on:  # the long one may end too soon
+        goes_on, others = asyncio.run(run())
+    assert {answer.status_code for answer in others} == {200}
 
 
 def test_who_finds_no_memory_is_told_what_is_missing(server):

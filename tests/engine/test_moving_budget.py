@@ -11,13 +11,13 @@ import pytest
 from echo_sgl.policies.online_attainment import WINDOW_REQUESTS
 from eval.server import LOCAL, Server
 from tests.engine.tight import UNTRIED, num_running
-from tests.engine.traffic import FLEX, completion, is_idle, post, send_all, until, wait_until
-from tests.servers import COMMON_ARGS, NAMED, STRICT
+from tests.engine.traffic import completion, is_idle, metric, post, send_all, until, wait_until
+from tests.servers import COMMON_ARGS, STRICT
 
 pytestmark = pytest.mark.server
 
 BUDGET_S = 0.05
-PLACES = 16
+PLACES, ATTEMPTS = 4, 5
 # Nobody gets that.
 CONFIG: dict[str, Any] = {
     "slo": {"ttft_s": 0.001, "tpot_s": 1e-6},
@@ -27,32 +27,33 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def server(server_for, write_config):
-    args = (*COMMON_ARGS, *NAMED, *UNTRIED)
+    args = (*COMMON_ARGS, *UNTRIED, "--max-running-requests", str(PLACES))
     server = server_for(args, config=str(write_config(**CONFIG)), env=STRICT)
-    wait_until(lambda: is_idle(server), "the server is idle")
-    assert post(server, "/echo/forget-traffic", {}).status_code == 200
     yield server
     post(server, "/abort_request", {"abort_all": True})
 
 
-def budget_s(server: Server) -> float | None:
-    """The limit of the newest step."""
-    [replica] = LOCAL.get(f"{server.url}/echo/trace?seconds=2", timeout=60).json()["replicas"]
-    rows = replica["rows"]
-    return dict(zip(replica["columns"], rows[-1], strict=True))["limit_s"] if rows else None
+def budget_s(server: Server) -> float:
+    """What a step may take now, beside online requests."""
+    return metric(server, "echo_sgl_step_limit_seconds", task="offline")
 
 
-def falls(server: Server, act: Callable[[], Awaitable[Any]], *, num_beside: int) -> bool:
-    """Whether the budget has fallen by a fifth after that, while so many requests go on."""
-    num_tokens = 7000 // num_beside
-    lasting = [completion(f"lasting {n}", num_tokens) for n in range(num_beside - 1)]
-    lasting.append(completion("job", num_tokens, **FLEX))  # only beside one is there a limit
+def falls(
+    server: Server, act: Callable[[asyncio.Task[Any]], Awaitable[Any]], *, num_beside: int
+) -> bool:
+    """Whether the budget has fallen by a fifth after that, while so many online requests go on."""
+    lasting = [completion(f"lasting {n}", 7000 // num_beside) for n in range(num_beside)]
+    wait_until(lambda: is_idle(server), "the server is idle")
+    assert post(server, "/echo/forget-traffic", {}).status_code == 200
 
     async def run() -> bool:
         beside = asyncio.create_task(send_all(server, lasting))
-        await until(lambda: num_running(server) == num_beside, "they run")
-        await until(lambda: budget_s(server) == pytest.approx(BUDGET_S), "the budget is the first")
-        await act()
+        await until(lambda: beside.done() or num_running(server) == num_beside, "they run, or did")
+        await until(
+            lambda: beside.done() or budget_s(server) == pytest.approx(BUDGET_S),
+            "the budget is the first",
+        )
+        await act(beside)
         await until(
             lambda: beside.done() or budget_s(server) == pytest.approx(0.8 * BUDGET_S),
             "it has fallen, or they have ended",
@@ -67,7 +68,10 @@ def falls(server: Server, act: Callable[[], Awaitable[Any]], *, num_beside: int)
 
 def test_a_budget_falls_when_promises_are_broken(server):
     late = [completion(f"late {number}", 4) for number in range(WINDOW_REQUESTS)]
-    assert falls(server, lambda: send_all(server, late), num_beside=2)
+    # Those beside may end too soon.
+    assert any(
+        falls(server, lambda beside: send_all(server, late), num_beside=2) for _ in range(ATTEMPTS)
+    )
 
 
 def test_who_gives_up_before_the_first_token_was_promised_one_too(server):
@@ -78,11 +82,11 @@ def test_who_gives_up_before_the_first_token_was_promised_one_too(server):
         loads = LOCAL.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
         return sum(load["num_waiting_reqs"] for load in loads)
 
-    async def give_up() -> None:
+    async def give_up(beside: asyncio.Task[Any]) -> None:
         calls = asyncio.create_task(send_all(server, waiting))
-        await until(lambda: num_waiting() == WINDOW_REQUESTS, "they wait")
+        await until(lambda: beside.done() or num_waiting() == WINDOW_REQUESTS, "they wait")
         for body in waiting:
             await asyncio.to_thread(post, server, "/abort_request", {"rid": body["rid"]})
         await calls
 
-    assert falls(server, give_up, num_beside=PLACES)
+    assert any(falls(server, give_up, num_beside=PLACES) for _ in range(ATTEMPTS))
