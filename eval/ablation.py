@@ -218,9 +218,8 @@ class Ablation:
         if not (self.options.find_budget_s and wants_budget(arm, said)):
             return arm
         if not self.store.has(key, repetition):
-            path = self.store.config_path(f"{name}-before-budget", repetition)
-            arm_then = with_config_file(arm, path)
-            with self._server(arm_then, key, repetition) as server:
+            before = with_config_file(arm, self._log_path(f"{key}.toml"))
+            with self._server(before, key, repetition) as server:
                 found = find_arm_budget(
                     server,
                     self.mix,
@@ -229,7 +228,6 @@ class Ablation:
                     job_path=self._log_path(f"{key}-job.jsonl"),
                     seed=self.options.seed,
                 )
-            path.unlink()
             self.store.write(found, key, repetition)
         budget_s = self.store.read(key, repetition)["budget_s"]
         return with_settings(arm, {"steps": {"budget_s": budget_s}}) if budget_s else arm
@@ -273,6 +271,11 @@ class Ablation:
             return None
         runs = self.store.runs([name])[name].values()
         return next((tree["ceiling"] for tree in runs), None)
+
+    def _budgets(self, name: str, repetitions: Sequence[int]) -> list[Tree]:
+        """What was found for an arm before it was measured."""
+        key = f"{name}-budget"
+        return [self.store.read(key, one) for one in repetitions if self.store.has(key, one)]
 
     @contextmanager
     def _server(self, arm: Arm, name: str, repetition: int) -> Iterator[Server]:
@@ -329,13 +332,7 @@ class Ablation:
                 "output_tokens": sum(one.output_tokens for one in arrivals),
             },
             "offline": {"lines": len(self.mix.job)},
-            "budgets": {
-                name: [
-                    self.store.read(key, number) for number in done if self.store.has(key, number)
-                ]
-                for name in self._arms
-                for key in (f"{name}-budget",)
-            },
+            "budgets": {name: self._budgets(name, done) for name in self._arms},
             "failures": self.failures,
         }
 

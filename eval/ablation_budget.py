@@ -56,9 +56,16 @@ def find_arm_budget(
 
 
 def _trace(mix: Mix) -> Trace:
+    numbers: dict[int, int] = {}
+    blocks = [
+        array("q", (numbers.setdefault(block, len(numbers)) for block in one.blocks))
+        for one in mix.arrivals
+    ]
     return Trace(
         Task.ONLINE,
         array("d", (one.at_s for one in mix.arrivals)),
         array("q", (one.prompt_tokens for one in mix.arrivals)),
         array("q", (one.output_tokens for one in mix.arrivals)),
+        blocks=blocks,
+        block_tokens=max(1, round(mix.arrivals[0].block_tokens)),
     )

@@ -128,11 +128,13 @@ def _times_s(options: AblationOptions, rate_rps: float) -> Iterator[float]:
 
 def _requests(options: AblationOptions) -> Iterator[Arrival]:
     """The workload's online requests, without end, but for when they come."""
-    if options.workload in {LLM_D, LONG_ANSWERS}:
-        is_llm_d = options.workload == LLM_D
-        lengths = _llm_d_lengths(options, options.seed) if is_llm_d else _long_answers(options)
-        return (Arrival(0.0, *one) for one in lengths)
-    return again_and_again(_scaled(options, read_trace(find_data(options.trace))))
+    if options.workload == LLM_D:
+        lengths = _llm_d_lengths(options, options.seed)
+    elif options.workload == LONG_ANSWERS:
+        lengths = _long_answers(options)
+    else:
+        return again_and_again(_scaled(options, read_trace(find_data(options.trace))))
+    return (Arrival(0.0, *one) for one in lengths)
 
 
 def _scaled(options: AblationOptions, arrivals: list[Arrival]) -> list[Arrival]:

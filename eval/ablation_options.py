@@ -138,7 +138,7 @@ class AblationOptions:
         num_budgets = sum(
             wants_budget(arm, f"{name} {self.settings}") for name, arm in self.picked_arms().items()
         )
-        budget_s = num_budgets * BUDGET_REPLAYS * (self.find_budget_s + START_S / BUDGET_REPLAYS)
+        budget_s = num_budgets * (START_S + BUDGET_REPLAYS * self.find_budget_s)
         num_ceilings = num_arms if self.ceilings_once else num_runs
         return (
             self.calibrate_s

@@ -15,7 +15,7 @@ when the limit leaves air above it: a limit or a context that changes a little p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from echo_sgl.batch_shape import BatchShape
@@ -80,11 +80,14 @@ class DecodeSelection(ABC):
         return {decode.rid for decode in fill.chosen}
 
     def _fill_in_turns(self, fill: StepFill, candidates: Sequence[Decode], now_s: float) -> None:
-        urgent, left = self._urgent(candidates, now_s), candidates
+        before_s = now_s - self._max_parked_s
+        urgent, left = self._urgent(candidates, now_s, before_s), candidates
         if urgent:
             _take_urgent(fill, sorted(urgent, key=lambda one: self._precedence(one, now_s)))
             taken = {decode.rid for decode in fill.chosen}
-            self._give_turns((one for one in urgent if one.rid in taken), now_s)
+            for one in urgent:
+                if one.rid in taken and _is_overdue(one, before_s):
+                    self._turn_ends_s[one.rid] = now_s + self._max_parked_s
             left = [one for one in candidates if one.rid not in taken]
         running = [one for one in left if one.is_running]
         parked = [one for one in left if not one.is_running]
@@ -93,14 +96,15 @@ class DecodeSelection(ABC):
             if group and fill.room and (was_tried or not fill.take(group)):
                 self._extend(fill, group)
 
-    def _urgent(self, candidates: Sequence[Decode], now_s: float) -> list[Decode]:
-        if self._turn_ends_s:
-            turns = self._turn_ends_s.items()
-            self._turn_ends_s = {rid: end_s for rid, end_s in turns if end_s > now_s}
+    def _urgent(self, candidates: Sequence[Decode], now_s: float, before_s: float) -> list[Decode]:
+        """Those that are late, sit out since before `before_s`, or have their turn."""
+        if turns := self._turn_ends_s:
+            turns = {rid: end_s for rid, end_s in turns.items() if end_s > now_s}
+            self._turn_ends_s = turns
         return [
             one
             for one in candidates
-            if one.laxity_s < 0 or one.rid in self._turn_ends_s or self._is_overdue(one, now_s)
+            if one.laxity_s < 0 or one.rid in turns or _is_overdue(one, before_s)
         ]
 
     def _precedence(self, urgent: Decode, now_s: float) -> tuple[bool, int, float, int]:
@@ -113,15 +117,6 @@ class DecodeSelection(ABC):
         if place and urgent.rid in self._turn_ends_s:
             place = 1
         return urgent.laxity_s >= 0, place, since_s, urgent.sequence
-
-    def _is_overdue(self, decode: Decode, now_s: float) -> bool:
-        since_s = decode.waiting_since_s
-        return since_s is not None and self.is_overdue(since_s, now_s)
-
-    def _give_turns(self, joining: Iterable[Decode], now_s: float) -> None:
-        for one in joining:
-            if self._is_overdue(one, now_s):
-                self._turn_ends_s[one.rid] = now_s + self._max_parked_s
 
     @abstractmethod
     def _extend(self, fill: StepFill, decodes: list[Decode]) -> None:
@@ -182,6 +177,10 @@ class MixSelection(DecodeSelection):
             self._num_draws += 1
             fill.take([untested.pop(int(draw * len(untested)))])
         fill.take_prefix(untested)
+
+
+def _is_overdue(decode: Decode, before_s: float) -> bool:
+    return decode.waiting_since_s is not None and decode.waiting_since_s < before_s
 
 
 def _take_urgent(fill: StepFill, in_order: list[Decode]) -> None:

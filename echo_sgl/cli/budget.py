@@ -85,12 +85,10 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     if not check:
         if search.is_open_ended:
             typer.echo(f"no budget up to {search.budget_s:.4g} s broke the SLO", err=True)
-        title = [f"budget_s {search.budget_s:.4g}, found by `echo-sgl budget` {date.today()}"]
         load = f"{trace.name}, {seconds:g} s at speed {speed:g}"
         work = jobs.name if jobs else "synthetic lines"
         facts = [*provenance(replayer), f"online: {load}; offline: {work}"]
-        write_preset(output, running, search.budget_s, [*title, *facts, *table])
-        typer.echo(f"budget of {search.budget_s:.4g} s written to {output}", err=True)
+        write_preset(output, running, search.budget_s, [*facts, *table])
 
 
 def read_slo(text: str) -> tuple[Target, ...]:
@@ -205,9 +203,11 @@ def write_preset(path: Path, base: EchoConfig, budget_s: float, comments: Sequen
     """Write a copy of a config with this budget in it. Errors: `ConfigError` when it cannot."""
     from echo_sgl.cli.preset_file import preset_text
 
+    title = f"budget_s {budget_s:.4g}, found by `echo-sgl budget` {date.today()}"
     steps = dataclasses.replace(base.steps, budget_s=budget_s)
-    text = preset_text(dataclasses.replace(base, steps=steps), comments)
+    text = preset_text(dataclasses.replace(base, steps=steps), [title, *comments])
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
+    typer.echo(f"budget of {budget_s:.4g} s written to {path}", err=True)

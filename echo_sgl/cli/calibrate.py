@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from echo_sgl.cli.calibration import Calibration
+    from echo_sgl.cli.calibration import Calibration, Driver
     from echo_sgl.estimators.host_time import HostTime
     from echo_sgl.estimators.profile import Profile
 
@@ -74,10 +75,8 @@ def calibrate(
         samples = driver.measure(
             seconds, on_wave=lambda share: status.update(f"measuring, {share:.0%}")
         )
-    if driver.num_others:
-        console.print(OTHERS_WARNING.format(driver.num_others), highlight=False)
-    if not driver.forget_traffic():
-        console.print(TRAFFIC_WARNING, highlight=False)
+    for warning in warnings(driver):
+        console.print(warning, highlight=False)
     try:
         calibration = fit_all(samples, driver.server, seed=seed, host=driver.host_time())
     except ValueError as error:
@@ -91,6 +90,14 @@ def calibrate(
     profile = calibration.profile(model)
     save(profile, output)
     console.print(f"{profile.estimator.NAME} written to {output}{_replaces(old)}", highlight=False)
+
+
+def warnings(driver: Driver) -> Iterator[str]:
+    """What the measurement met or left behind that its user should know."""
+    if driver.num_others:
+        yield OTHERS_WARNING.format(driver.num_others)
+    if not driver.forget_traffic():
+        yield TRAFFIC_WARNING
 
 
 def save(profile: Profile, output: Path) -> None:

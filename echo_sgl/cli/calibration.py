@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,8 +96,8 @@ class Driver:
         self._url, self._api_key, self._random = url, api_key, rng
         self._client = open_blocking_client(url, api_key, REQUEST_TIMEOUT_S)
         self.server: dict[str, Any] = self._replica()["server"]
-        self.num_others = 0
-        self._sent = itertools.count()
+        self.num_others = self._num_sent = 0
+        self._counting = threading.Lock()
         self._lone_s: list[float] = []
         self._beside_s: dict[int, list[float]] = {}
         self._start_s = 0.0
@@ -121,7 +122,7 @@ class Driver:
         """
         self._send(Wave(((0, 8, 2),) * WARM_UP_REQUESTS))
         replica, self._start_s = self._replica(), time.monotonic()
-        before, num_before = replica["num_steps"], replica["num_started"] - next(self._sent)
+        before, num_others = replica["num_steps"], replica["num_started"] - self._num_sent
         self._lone_s = [self._time_of(LONE_PROMPT_TOKENS) for _ in range(LONE_REQUESTS)]
         most = max(1, self.server["max_running_requests"] - 1)
         self._beside_s = {
@@ -131,7 +132,7 @@ class Driver:
         self._probed = self._notes()
         self._drive(seconds, on_wave)
         after = self._replica()
-        self.num_others = after["num_started"] - num_before - next(self._sent) + 1
+        self.num_others = after["num_started"] - self._num_sent - num_others
         table = np.array(after["rows"][before - after["num_steps"] :], dtype=np.float64)
         num_columns = len(BatchRow._fields)
         return table[:, :num_columns], table[:, num_columns]
@@ -218,7 +219,8 @@ class Driver:
     def _generate(self, prompt: list[int], max_new_tokens: int) -> None:
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-        next(self._sent)
+        with self._counting:
+            self._num_sent += 1
         try:
             # Streamed, as people read: each token's way out takes the host's time at each step.
             with self._client.stream("POST", "/generate", json=body) as answer:

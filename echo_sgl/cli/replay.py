@@ -117,6 +117,7 @@ class Replayer:
     async def _warm_up(self) -> None:
         """Send a few of the requests at once: a server's first ones wait for what it sets up."""
         self._is_warm = True
+        await self._settle()
         async with open_client(self._url, self._api_key, WARM_UP_REQUESTS) as client:
             bodies = itertools.islice(self._online_bodies(), WARM_UP_REQUESTS)
             now_s, outcome = time.monotonic(), Outcome()

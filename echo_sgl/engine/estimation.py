@@ -98,8 +98,7 @@ class FloorWatch:
         self._slo = slo
         self._is_done = not any(dataclasses.astuple(slo))
         self._num_left = WARM_UP_STEPS if warms_up and not self._is_done else 0
-        self._fastest: tuple[float, BatchRow] | None = None
-        self._num_decodes = 0
+        self._alone: list[tuple[float, BatchRow]] = []
 
     @classmethod
     def create(cls, slo: SloConfig) -> FloorWatch:
@@ -111,17 +110,14 @@ class FloorWatch:
         for row, time_s in measured if self._num_left else ():
             self._num_left -= 1
             if row.num_decodes == 1 and not row.num_prefills:
-                self._num_decodes += 1
-                self._fastest = min(self._fastest or (time_s, row), (time_s, row))
-            if self._num_decodes == WARM_UP_DECODES:
+                self._alone.append((time_s, row))
+            if len(self._alone) == WARM_UP_DECODES:
                 self._num_left = 0
-                self._judge(self._fastest)
+                self._judge(*min(self._alone))
             if not self._num_left:
                 return
 
-    def _judge(self, fastest: tuple[float, BatchRow] | None) -> None:
-        assert fastest is not None
-        time_s, row = fastest
+    def _judge(self, time_s: float, row: BatchRow) -> None:
         # A prompt's step takes no less than one that decodes.
         floor = SloFloor(int(row.max_decode_tokens), ttft_s=time_s, tpot_s=time_s)
         if broken := check_slo(self._slo, floor):

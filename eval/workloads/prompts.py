@@ -129,12 +129,12 @@ class TracePrompts:
             return self._texts.text(index, one.prompt_tokens, shared_start=shared_start)
         offset = self._texts.count(shared_start) if shared_start else 0
         start = shared_start
-        for place, block in enumerate(one.blocks, 1):
+        for place in range(1, len(one.blocks)):
             end = offset + round(place * one.block_tokens)
-            if end >= one.prompt_tokens or place == len(one.blocks):
-                return self._block(block, one.prompt_tokens, start)
+            if end >= one.prompt_tokens:
+                return self._block(one.blocks[place - 1], one.prompt_tokens, start)
             start = self._start(one.blocks[:place], end, start)
-        raise AssertionError("a prompt ends with its last block")
+        return self._block(one.blocks[-1], one.prompt_tokens, start)
 
     def _start(self, blocks: tuple[int, ...], num_tokens: int, start: str) -> str:
         if blocks not in self._starts:
