@@ -144,6 +144,8 @@ class StepsConfig:
     `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all
     run otherwise. With `replace` the online decode that is due last gives its turn to an offline
     one that found no room, if it is in time nevertheless (BROS), see `policies/replacement.py`.
+    With `pack` online requests go by least slack, and no more of them into a step than end in time
+    for who is due first (BROS), see `policies/packing.py`.
     `batch_size` "adaptive" also limits how many requests a step decodes (BROS). Offline prefill
     chunks below `min_chunk_tokens` wait for a better step, and those whose tokens take longer than
     `1 + chunk_overhead` times what they would in the best chunk wait under "slack" while the room
@@ -174,8 +176,11 @@ class StepsConfig:
     late_wait_s: float = _number(0.0, 0.0, 3600.0)
     online_chunks: str = _choice("whole", "whole", "slack")
     split_online: bool = _switch(True)
-    decode_selection: str = _choice("shortest", "shortest", "in-order", "mix", "uncached")
+    decode_selection: str = _choice(
+        "shortest", "shortest", "in-order", "mix", "bottleneck", "uncached"
+    )
     park: bool = _switch(True)
+    pack: bool = _switch(False)
     replace: bool = _switch(False)
     batch_size: str = _choice("fixed", "fixed", "adaptive")
     min_chunk_tokens: int = _number(64, 1, 1_000_000)

@@ -11,6 +11,7 @@ from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.contexts import Contexts
 from echo_sgl.policies.decode_selection import RESUME_SHARE, Decode, DecodeSelection
 from echo_sgl.policies.held_plan import HELD_SHARE, HeldPlan
+from echo_sgl.policies.packing import leaves_for_urgent
 from echo_sgl.policies.replacement import NOBODY, OnlineDecode, Replacement, replace_decodes
 from echo_sgl.policies.step_limit import OnlineView
 
@@ -22,6 +23,7 @@ class DecodePlanner:
     view: OnlineView
     limit_s: float
     is_limited: bool
+    packs: bool
     replaces: bool
     held: HeldPlan
     _selection: DecodeSelection
@@ -85,6 +87,31 @@ class DecodePlanner:
         if not (chosen or len(self._online_decodes)):
             chosen = {min(choices, key=lambda one: one.sequence).rid}
         return chosen
+
+    @property
+    def must_pack(self) -> bool:
+        """Whether not all online decodes may be in this step, see `policies/packing.py`."""
+        num_online = len(self._online_decodes)
+        if not (self.packs and self._is_known and num_online > 1):
+            return False
+        is_late = self.view.now_s + self.view.alone_s > self._online_due_s
+        return is_late or num_online > self._batch_size.limit
+
+    def pack_online(
+        self, online: Sequence[OnlineDecode], *, beside: Sequence[int] = ()
+    ) -> frozenset[str]:
+        """Which online decodes sit out for those that are due first.
+
+        `online` are those that may; `beside`: contexts of all others that decode in any case.
+        """
+        return leaves_for_urgent(
+            online,
+            self.estimator.upper,
+            now_s=self.view.now_s,
+            due_s=self._online_due_s,
+            max_decodes=self._batch_size.limit,
+            beside=beside,
+        )
 
     def replace_decodes(
         self,
@@ -158,6 +185,11 @@ class DecodePlanner:
     def slack_s(self) -> float:
         """Until the next token of an online decode is due; infinite without any."""
         return self.view.decode_due_s - self.view.now_s
+
+    @property
+    def _online_due_s(self) -> float:
+        """When the first of any online request's next tokens is due."""
+        return min(self.view.decode_due_s, self.view.first_due_s)
 
     @property
     def _is_known(self) -> bool:

@@ -23,7 +23,7 @@ from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.policies.offline_order import uniform_draw
 from echo_sgl.policies.step_fill import RESUME_SHARE, Decode, StepFill
 
-__all__ = ["RESUME_SHARE", "Decode", "DecodeSelection", "create_decode_selection"]
+__all__ = ["RESUME_SHARE", "Decode", "DecodeSelection"]
 
 # With so many that do not fit, the step is as good as full; each costs a prediction.
 _MAX_URGENT_MISFITS = 8
@@ -190,21 +190,3 @@ def _take_urgent(fill: StepFill, in_order: list[Decode]) -> None:
             num_misfits += 1
         if num_misfits == _MAX_URGENT_MISFITS or not fill.room:
             return
-
-
-def create_decode_selection(name: str, *, seed: int) -> DecodeSelection:
-    """Build a selection by its config name. Errors: `ValueError` names the known ones."""
-    if name == "mix":
-        return MixSelection(seed=seed)
-    if name not in _SEEDLESS:
-        raise ValueError(
-            f"decode selection is {name!r}; known are {', '.join((*_SEEDLESS, 'mix'))}"
-        )
-    return _SEEDLESS[name]()
-
-
-_SEEDLESS: dict[str, type[DecodeSelection]] = {
-    "in-order": InOrderSelection,
-    "shortest": ShortestSelection,
-    "uncached": UncachedSelection,
-}

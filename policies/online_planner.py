@@ -21,6 +21,7 @@ class OnlinePlanner:
 
     limit: StepLimit
     estimator: StepEstimator
+    packs: bool
     view: OnlineView
     chunk_wait: ChunkWait
     online_lots: Gathering
@@ -68,8 +69,10 @@ class OnlinePlanner:
         """Whether an online request is prefilled after the step that is `shape` so far, and not in
         it, see `starts_later`. `first_due_s`: the least due time of who is in it.
         """
-        if not (self._is_known and self.limit.splits_online(self.view)):
+        if not (self._is_known and (self.packs or self.limit.splits_online(self.view))):
             return False
+        if self.packs:  # whoever is due first, and be it a decode
+            first_due_s = min(first_due_s, self.view.decode_due_s)
         return starts_later(
             self.estimator.upper,
             shape,

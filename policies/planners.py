@@ -8,7 +8,7 @@ from echo_sgl.config import EchoConfig
 from echo_sgl.estimators.batch_time import StepEstimator
 from echo_sgl.policies.batch_size import create_batch_size
 from echo_sgl.policies.chunk_wait import ChunkWait
-from echo_sgl.policies.decode_selection import create_decode_selection
+from echo_sgl.policies.decode_selections import create_decode_selection
 from echo_sgl.policies.step_limits import create_step_limit
 from echo_sgl.policies.step_planner import StepPlanner
 

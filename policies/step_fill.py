@@ -11,6 +11,8 @@ from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.estimators.batch_time import StepPredictor
 
 RESUME_SHARE = 0.9
+# A step has enough decodes when twice as many would make less than this more of its time.
+SATURATED_GAIN = 1.05
 _CONTEXT_TOKENS = attrgetter("context_tokens")
 
 
@@ -46,7 +48,7 @@ class StepFill:
     ) -> None:
         self.chosen: list[Decode] = []
         self._row = shape.row()
-        self._predict_s = predictor.predict_s
+        self._predictor = predictor
         self._limits_s = {True: limit_s, False: RESUME_SHARE * limit_s}
         self._max_decodes = max_decodes
 
@@ -55,14 +57,23 @@ class StepFill:
         """How many more may join by their number."""
         return self._max_decodes - len(self.chosen)
 
+    def is_saturated(self, decodes: Sequence[Decode] = ()) -> bool:
+        """Whether hardly more tokens a second came of twice the step with these."""
+        row = self._row_of(decodes)
+        twice = BatchRow(
+            *row[:4], 2 * row.num_decodes, 2 * row.decode_tokens, row.max_decode_tokens
+        )
+        once_s, twice_s = self._predictor.predict_s(row), self._predictor.predict_s(twice)
+        return row.num_decodes > 0 and 2.0 * once_s <= SATURATED_GAIN * twice_s
+
+    def fits(self, decodes: Sequence[Decode]) -> bool:
+        """Whether all of them together could join. One prediction."""
+        return self._fits(self._row_of(decodes), decodes)
+
     def take(self, decodes: Sequence[Decode]) -> bool:
         """Let all of them join, or none when they do not fit together. One prediction."""
-        if len(decodes) > self.room:
-            return False
-        contexts = [decode.context_tokens for decode in decodes]
-        row = self._row_with(len(decodes), sum(contexts), max(contexts))
-        is_within = self._predict_s(row) <= min(self._limits_of(decodes))
-        if is_within:
+        row = self._row_of(decodes)
+        if is_within := self._fits(row, decodes):
             self._row = row
             self.chosen += decodes
         return is_within
@@ -80,7 +91,7 @@ class StepFill:
         while beyond - fitting > 1:
             middle = (fitting + beyond) // 2
             row = self._row_with(middle, tokens[middle - 1], longest[middle - 1])
-            if self._predict_s(row) <= limits_s[middle - 1]:
+            if self._predictor.predict_s(row) <= limits_s[middle - 1]:
                 fitting, best = middle, row
             else:
                 beyond = middle
@@ -90,6 +101,15 @@ class StepFill:
 
     def _limits_of(self, decodes: Sequence[Decode]) -> list[float]:
         return [self._limits_s[decode.is_running] for decode in decodes]
+
+    def _fits(self, row: BatchRow, decodes: Sequence[Decode]) -> bool:
+        if len(decodes) > self.room:
+            return False
+        return self._predictor.predict_s(row) <= min(self._limits_of(decodes))
+
+    def _row_of(self, decodes: Sequence[Decode]) -> BatchRow:
+        contexts = [decode.context_tokens for decode in decodes]
+        return self._row_with(len(decodes), sum(contexts), max(contexts, default=0))
 
     def _row_with(self, num_decodes: int, decode_tokens: int, longest_tokens: int) -> BatchRow:
         row = self._row

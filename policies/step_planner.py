@@ -62,6 +62,7 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         self.limit, self.estimator = limit, estimator
         self._config = steps = config.steps
         self.is_limited, self.replaces = not isinstance(limit, NoLimit), steps.replace
+        self.packs = self.sorts_queue = steps.pack and self.is_limited
         # Most limits hold nothing between steps.
         self.keeps_steps = type(limit).note_step is not StepLimit.note_step
         self.view = NOTHING_ONLINE
@@ -84,7 +85,7 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         )
         self._online_decodes, self._num_waiting = BatchShape(), 0
         self._decode_limit = math.inf
-        self.held = HeldPlan(is_on=not (self.keeps_steps or batch_size.learns))
+        self.held = HeldPlan(is_on=not (self.keeps_steps or batch_size.learns or self.packs))
         self._max_requests, self._chunk_tokens = max_requests, chunk_tokens
         # When the step that runs was planned, and what online work it holds.
         self._launched: tuple[float, OnlinePart | None] | None = None
@@ -322,8 +323,8 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         return num_decodes * prefill_alone_s(self.estimator, 1, mean_tokens)
 
     def keep_turns(self) -> None:
-        """Put nobody off who is late: priorities of the server's own say who is more urgent."""
-        self.late_last = LateLast(0.0)
+        """Let nobody go before others: priorities of the server's own say who is more urgent."""
+        self.late_last, self.sorts_queue = LateLast(0.0), False
 
     def goes_last(self, waiting: Queued) -> bool:
         """Whether an online request lets others that wait go first, see `LateLast`."""

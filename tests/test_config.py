@@ -31,7 +31,7 @@ def test_every_packaged_preset_loads(name):
         ("echo", "psm", "next-use", "slack", "pooled", "shortest", True),
         ("hygen", "psm", "lru", "budget", "linear", "in-order", True),
         ("bros", "fcfs", "stock", "slack", "bros", "uncached", True),
-        ("ooco", "fcfs", "lru", "slack", "roofline", "mix", True),
+        ("ooco", "fcfs", "lru", "slack", "roofline", "bottleneck", True),
     ],
 )
 def test_with_promises_filled_in_a_preset_is_the_system_it_is_named_after(

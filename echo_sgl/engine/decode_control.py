@@ -64,7 +64,7 @@ class DecodeControl:
         running = offline_of(batch.reqs)
         candidates = self._candidates(running)
         chosen = self.planner.choose_decodes(lambda: candidates)
-        leaving = self._replaced(batch.reqs, candidates, chosen)
+        leaving = self._online_leaving(batch.reqs, candidates, chosen)
         # First in, then out: an emptied batch cannot take anybody in.
         self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
         self._park(batch, [req for req in running if req.rid not in chosen])
@@ -78,6 +78,8 @@ class DecodeControl:
 
     def _stays(self, running: Contexts) -> bool:
         """Whether all that run decode and all that sit out stay there: so it is in most steps."""
+        if self.planner.must_pack:
+            return False
         if not self.parked:
             return self.planner.all_decode(running)
         if self.planner.replaces:
@@ -91,21 +93,21 @@ class DecodeControl:
             ),
         )
 
-    def _replaced(
+    def _online_leaving(
         self, reqs: Sequence[Req], candidates: Sequence[Decode], chosen: set[str]
     ) -> frozenset[str]:
-        """The online requests whose turn others take, which are `chosen` from now on."""
-        if not self.planner.replaces:
+        """The online requests that sit out; who takes a turn of theirs is `chosen` from now on."""
+        planner = self.planner
+        if not (planner.replaces or planner.must_pack):
             return frozenset()
         contexts = {req.rid: req.seqlen for req in reqs}
         online = [OnlineDecode(one.rid, one.due_s, contexts[one.rid]) for one in placed(reqs)]
         asked = {one.rid for one in online} | {one.rid for one in candidates}
-        replacement = self.planner.replace_decodes(
-            candidates,
-            chosen,
-            online,
-            beside=[tokens for rid, tokens in contexts.items() if rid not in asked],
-        )
+        beside = [tokens for rid, tokens in contexts.items() if rid not in asked]
+        # Nobody takes a turn where online decodes are too many for each other.
+        if planner.must_pack:
+            return planner.pack_online(online, beside=beside)
+        replacement = planner.replace_decodes(candidates, chosen, online, beside=beside)
         chosen |= replacement.joining
         return replacement.leaving
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class EchoSchedulePolicy(SchedulePolicy):
     """SGLang's own order for the online requests; offline candidates stay behind them.
 
-    Those whose first tokens are late go behind those that can be in time, if the planner says so.
+    Those whose first tokens are late go behind those that can be in time, or whoever is due first
+    goes first, if the planner says so.
 
     `offered`, `offline_chunk_tokens` and `decodes` (beside the prefills of the step) are set by the
     scheduler before each prefill pass; `planner` says how long a chunk may be.
@@ -38,6 +39,8 @@ class EchoSchedulePolicy(SchedulePolicy):
         super().calc_priority(online, running_batch, processed_tokens)
         if self.planner.late_last.wait_s:
             online.sort(key=lambda req: self.planner.goes_last(queued(req)))
+        if self.planner.sorts_queue:
+            online.sort(key=lambda req: queued(req).due_s)
         waiting_queue[:] = [*online, *self.offered]
 
     def shortest_prefill_chunk_limit(

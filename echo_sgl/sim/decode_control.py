@@ -50,7 +50,7 @@ class SimDecodeControl:
             *(self._decode(one, is_running=False) for one in self.parked.values()),
         ]
         chosen = planner.choose_decodes(lambda: candidates)
-        self._leave_out(self._replaced(candidates, chosen))
+        self._leave_out(self._online_leaving(candidates, chosen))
         for request in [one for one in self.parked.values() if one.rid in chosen]:
             self._resume(request)
         for request in running:
@@ -60,16 +60,16 @@ class SimDecodeControl:
                 self.parked[request.rid] = request
                 self.results.num_parks += 1
 
-    def _replaced(self, candidates: Sequence[Decode], chosen: set[str]) -> frozenset[str]:
-        """The online requests whose turn others take, which are `chosen` from now on."""
-        if not self.planner.replaces:
+    def _online_leaving(self, candidates: Sequence[Decode], chosen: set[str]) -> frozenset[str]:
+        """The online requests that sit out; who takes a turn of theirs is `chosen` from now on."""
+        planner, due_s = self.planner, self.waiting.due_s
+        if not (planner.replaces or planner.must_pack):
             return frozenset()
-        online = [one for one in self._sitting_out(self.online) if one.num_outputs]
-        replacement = self.planner.replace_decodes(
-            candidates,
-            chosen,
-            [OnlineDecode(one.rid, self.waiting.due_s(one), one.seq_tokens) for one in online],
-        )
+        able = [one for one in self._sitting_out(self.online) if one.num_outputs]
+        online = [OnlineDecode(one.rid, due_s(one), one.seq_tokens) for one in able]
+        if planner.must_pack:
+            return planner.pack_online(online)
+        replacement = planner.replace_decodes(candidates, chosen, online)
         chosen |= replacement.joining
         return replacement.leaving
 
@@ -88,6 +88,8 @@ class SimDecodeControl:
 
     def _is_settled(self) -> bool:
         planner, contexts = self.planner, self._contexts()
+        if planner.must_pack:
+            return False
         if not self.parked:
             return planner.all_decode(contexts)
         if planner.replaces:

@@ -89,7 +89,9 @@ class SimScheduler(SimDecodeControl):
         )
         self.feed = EstimatorFeed(self.estimator, is_exact=not config.noise)
         # Where no policy keeps count of steps, one without offline work needs no planning.
-        self._forgets_steps = not self.planner.keeps_steps and echo.steps.batch_size == "fixed"
+        self._forgets_steps = not (
+            self.planner.keeps_steps or self.planner.packs or echo.steps.batch_size != "fixed"
+        )
 
     def _set_up_requests(self) -> None:
         """Who decodes, prefills, sits out and waits."""

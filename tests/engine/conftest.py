@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -30,8 +30,9 @@ def write_config(tmp_path_factory):
                 f"[{name}]",
                 *(f"{key} = {json.dumps(value)}" for key, value in values.items()),
             ]
-        path = folder / f"{'-'.join(lines).replace(' ', '').replace(os.sep, '')}.toml"
-        path.write_text("\n".join([*lines, ""]))
+        text = "\n".join([*lines, ""])
+        path = folder / f"{sha256(text.encode()).hexdigest()}.toml"
+        path.write_text(text)
         return path
 
     return write

@@ -1,4 +1,7 @@
-"""BROS's replacement and OOCO's gating on a real server, SGLang's strict memory check on."""
+"""BROS's packing and replacement, OOCO's selection and gating on a real server.
+
+SGLang's strict memory check is on.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import httpx
 import pytest
 
 from eval.server import LOCAL, Server
-from tests.engine.tight import num_running
+from tests.engine.tight import UNTRIED, num_running, num_waiting
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -32,12 +35,13 @@ pytestmark = pytest.mark.server
 CONFIG: dict[str, Any] = {
     "offline": {"order": "fcfs"},
     "reserve": {"predictor": "off"},
-    "slo": {"ttft_s": 100.0, "tpot_s": 100.0},
+    "slo": {"ttft_s": 100.0, "tpot_s": 100.0, "min_ttft_s": 1.0, "min_tpot_s": 0.0001},
     "steps": {
         "limit": "budget",
         "budget_s": 5.0,
         "adapt_budget": False,
         "decode_selection": "uncached",
+        "pack": True,
         "replace": True,
         "gate": True,
         "gather": False,
@@ -58,7 +62,7 @@ BUDGETS_S = tuple(0.001 * 1.15**power for power in range(30))
 @pytest.fixture
 def server(server_for, write_config, request):
     variant = getattr(request, "param", ())
-    args = (*COMMON_ARGS, *NAMED, "--max-total-tokens", "20000", *variant)
+    args = (*COMMON_ARGS, *NAMED, *UNTRIED, "--max-total-tokens", "20000", *variant)
     server = server_for(args, config=str(write_config(**CONFIG)), env=STRICT)
     set_budget(server, FREE_S)
     wait_until(lambda: is_idle(server), "the server is idle")
@@ -108,6 +112,54 @@ def test_who_gives_a_turn_away_answers_as_if_it_had_not(server, stock_texts):
             break
     assert given_turns(server) > before
     assert metric(server, "echo_sgl_retractions_total", task="online") == 0
+
+
+def test_who_has_time_to_spare_sits_out_for_who_is_promised_more(server, stock_texts):
+    """One is promised its tokens faster than a step with six long contexts takes: by how much is
+    tried, from what no step keeps to what all do."""
+    patient = [completion(text, 250) for text in documents(6, 400, seed=88)]
+    urgent = completion("The one who cannot wait:", 100)
+    expected = stock_texts([*patient, urgent])
+
+    async def run(tpot_s: float) -> list[httpx.Response]:
+        first = asyncio.create_task(send_all(server, patient))
+        await until(lambda: first.done() or num_running(server) == len(patient), "they run")
+        promised = urgent | {"custom_params": {"tpot_s": tpot_s}}
+        (last,) = await send_all(server, [promised])
+        return [*await first, last]
+
+    before = given_turns(server)
+    for tpot_s in BUDGETS_S:
+        assert texts(asyncio.run(run(tpot_s))) == expected
+        if given_turns(server) > before:
+            break
+    assert given_turns(server) > before
+    assert metric(server, "echo_sgl_retractions_total", task="online") == 0
+
+
+def test_who_is_promised_its_first_token_sooner_goes_before_who_came_first(server):
+    """All places are taken; one of them becomes free."""
+    holding = [
+        completion(text, 300 if number else 60)
+        for number, text in enumerate(documents(16, 20, seed=89))
+    ]
+    came: list[str] = []
+
+    async def answered(name: str, body: dict[str, Any]) -> None:
+        (answer,) = await send_all(server, [body])
+        assert answer.status_code == 200
+        came.append(name)
+
+    async def run() -> None:
+        first = asyncio.create_task(send_all(server, holding))
+        await until(lambda: first.done() or num_running(server) == 16, "all places are taken")
+        slow = asyncio.create_task(answered("slow", completion("I came first", 60)))
+        await until(lambda: first.done() or num_waiting(server) == 1, "it waits")
+        fast = completion("I was promised more", 60, custom_params={"ttft_s": 1.0})
+        await asyncio.gather(answered("fast", fast), slow, first)
+
+    asyncio.run(run())
+    assert came == ["fast", "slow"]
 
 
 def test_an_online_request_ends_wherever_its_turn_is(server):

@@ -67,5 +67,13 @@ async def offline_then_online(server, offline_first=None, online_then=None) -> l
 
 
 def num_running(server) -> int:
+    return _load(server, "num_running_reqs")
+
+
+def num_waiting(server) -> int:
+    return _load(server, "num_waiting_reqs")
+
+
+def _load(server, what: str) -> int:
     loads = LOCAL.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
-    return sum(load["num_running_reqs"] for load in loads)
+    return sum(load[what] for load in loads)

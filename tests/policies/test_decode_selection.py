@@ -13,10 +13,10 @@ from echo_sgl.policies.decode_selection import (
     RESUME_SHARE,
     Decode,
     ShortestSelection,
-    create_decode_selection,
 )
+from echo_sgl.policies.decode_selections import create_decode_selection
 
-NAMES = ("in-order", "shortest", "mix", "uncached")
+NAMES = ("in-order", "shortest", "mix", "bottleneck", "uncached")
 INFINITE = float("inf")
 NOW_S = 100.0
 
@@ -229,7 +229,7 @@ def test_who_sat_out_for_too_long_then_decodes_for_as_long(name):
 @pytest.mark.parametrize("name", ["in-order", "shortest", "uncached"])
 @given(any_candidates(kinds=("runs", "parked")), online_contexts, limits)
 def test_who_was_chosen_stays_while_nothing_changes(name, candidates, contexts, limit_s):
-    """What was chosen runs and the rest is parked; "mix" draws anew on purpose."""
+    """What was chosen runs and the rest is parked; "mix" and "bottleneck" draw anew on purpose."""
     chosen = select(name, candidates, limit_s, shape=online(*contexts))
     after = [
         one._replace(

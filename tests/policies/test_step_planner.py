@@ -12,7 +12,9 @@ from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import parse_config
 from echo_sgl.policies.contexts import NOBODY, Contexts
 from echo_sgl.policies.decode_selection import Decode
+from echo_sgl.policies.first_tokens import Joining
 from echo_sgl.policies.planners import create_step_planner
+from echo_sgl.policies.replacement import OnlineDecode
 from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
 
 
@@ -231,7 +233,7 @@ class Attention(Clockwork):
 
 @example("in-order", 0, 0.0, [502], [(446, 0.0), (1, 0.0)], 1)
 @given(
-    selection=st.sampled_from(["in-order", "shortest", "mix", "uncached"]),
+    selection=st.sampled_from(["in-order", "shortest", "mix", "bottleneck", "uncached"]),
     decodes=st.integers(0, 3),
     due_in_s=st.floats(-1, 2),
     running=st.lists(st.integers(1, 1000), max_size=8),
@@ -260,7 +262,8 @@ def test_what_is_settled_is_what_would_be_chosen(
         assert chosen == {one.rid for one in choices if one.is_running}
     elif decodes and (not running or max(parked_s for _, parked_s in parked) <= 10):
         # Without online decodes one decodes at last, even where none fits.
-        assert chosen != {one.rid for one in choices if one.is_running} or selection == "mix"
+        is_drawn = selection in ("mix", "bottleneck")
+        assert chosen != {one.rid for one in choices if one.is_running} or is_drawn
 
 
 def test_a_full_step_beside_one_that_sits_out_is_settled_until_that_one_is_overdue():
@@ -317,3 +320,41 @@ def test_a_pass_that_launches_nothing_costs_nothing():
     plan, now_s = relative_steps([0.010] * 4)
     for later_s in (0.0, 1.0, 2.0):
         assert limit_after(plan, now_s + later_s) == pytest.approx(0.015 + 4 * 0.005)
+
+
+def packed(*due_in_s: float) -> list[OnlineDecode]:
+    return [OnlineDecode(f"r{n}", NOW_S + in_s, 100) for n, in_s in enumerate(due_in_s)]
+
+
+def test_online_decodes_are_packed_where_a_step_of_all_is_too_long_for_the_first():
+    plan = begin(planner(pack=True), decodes=4, due_in_s=0.025)
+    assert plan.must_pack
+    assert plan.pack_online(packed(0.025, 0.03, 1.0, 2.0)) == {"r2", "r3"}
+    assert not begin(planner(pack=True), decodes=4, due_in_s=0.045).must_pack
+    assert not begin(planner(pack=False), decodes=4, due_in_s=0.025).must_pack
+    assert not begin(planner(pack=True, limit="off"), decodes=4, due_in_s=0.025).must_pack
+    assert not begin(planner(Unknown(), pack=True), decodes=4, due_in_s=0.025).must_pack
+
+
+def test_who_waits_for_a_first_token_counts_where_online_decodes_are_packed():
+    plan = begin(planner(pack=True), decodes=4, due_in_s=9.0, first_due_in_s=0.025, waiting=1)
+    assert plan.must_pack
+    assert plan.pack_online(packed(9.0, 9.0, 9.0, 9.0)) == {"r2", "r3"}
+
+
+def test_an_adaptive_batch_size_holds_for_online_decodes_too():
+    plan = begin(planner(pack=True, batch_size="adaptive"), decodes=20, due_in_s=1.0)
+    assert plan.must_pack  # 16, after one step in which they fitted
+    assert len(plan.pack_online(packed(*(1.0 + number for number in range(20))))) == 4
+    assert not begin(plan, decodes=20, due_in_s=1.0).must_pack
+
+
+def test_packed_online_prefills_are_as_many_as_end_before_the_first_is_due():
+    plan, shape = begin(planner(pack=True), decodes=1, due_in_s=0.25, waiting=2), BatchShape()
+    shape.add_prefill(200, 0)
+    joining = Joining(100, 0, NOW_S + 9.0)
+    assert plan.online_starts_later(shape, joining, first_due_s=NOW_S + 9.0)
+    assert not plan.online_starts_later(shape, Joining(40, 0, NOW_S + 9.0), first_due_s=NOW_S + 9.0)
+    plan = begin(planner(pack=True), decodes=1, due_in_s=0.35, waiting=2)
+    assert not plan.online_starts_later(shape, joining, first_due_s=NOW_S + 9.0)
+    assert plan.online_starts_later(shape, joining, first_due_s=NOW_S + 0.25)

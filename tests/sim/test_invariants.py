@@ -22,6 +22,8 @@ from echo_sgl.sim.workload import MOST_PLANNED_TOKENS, SimRequest, Trace, empty_
 from echo_sgl.types import Task
 from tests.sim.workloads import SLO, device, offline_trace, online_trace, server
 
+SELECTIONS = ["shortest", "in-order", "mix", "bottleneck", "uncached"]
+
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ServerConfig, Trace, Trace]:
@@ -31,8 +33,9 @@ def cases(draw: st.DrawFn) -> tuple[ServerConfig, Trace, Trace]:
         "steps": {
             "limit": draw(st.sampled_from(["slack", "relative", "budget", "off"])),
             "park": draw(st.booleans()),
-            "decode_selection": draw(st.sampled_from(["shortest", "in-order", "mix", "uncached"])),
+            "decode_selection": draw(st.sampled_from(SELECTIONS)),
             "batch_size": draw(st.sampled_from(["fixed", "adaptive"])),
+            "pack": draw(st.booleans()),
             "replace": draw(st.booleans()),
             "gate": draw(st.booleans()),
         },

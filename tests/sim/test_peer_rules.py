@@ -1,4 +1,4 @@
-"""Simulated servers under BROS's replacement and OOCO's gating."""
+"""Simulated servers under BROS's packing and replacement and OOCO's selection and gating."""
 
 from __future__ import annotations
 
@@ -41,6 +41,32 @@ def test_online_decodes_with_time_to_spare_give_their_turn_away() -> None:
     )
     assert replaced.num_given_turns > 0
     assert kept.num_given_turns == 0
+
+
+def test_online_decodes_with_time_to_spare_sit_out_where_a_step_is_too_long_for_the_first() -> None:
+    """A decode of many takes 15 ms here, and who came first is ahead of its due times."""
+    packed, kept = (
+        served(
+            tpot_s=0.015,
+            rate_rps=15.0,
+            kv_tokens=20_000,
+            steps={"pack": pack, "batch_size": "adaptive"},
+        )
+        for pack in (True, False)
+    )
+    assert packed.num_given_turns > 0
+    assert kept.num_given_turns == 0
+
+
+def test_whoever_comes_back_by_the_bottleneck_all_are_answered() -> None:
+    """A decode of many takes 13 ms here: not all offline ones fit beside the online ones."""
+    results = served(
+        tpot_s=0.013,
+        rate_rps=6.0,
+        kv_tokens=20_000,
+        steps={"decode_selection": "bottleneck"},
+    )
+    assert results.num_parks > 0 and results.num_resumes > 0
 
 
 def test_the_gate_saves_prompts_that_would_be_lost() -> None:
