@@ -12,7 +12,8 @@ from echo_sgl.policies.decode_selections import create_decode_selection
 from echo_sgl.policies.step_limits import create_step_limit
 from echo_sgl.policies.step_planner import StepPlanner
 
-BASE_DECODES = 8
+# Of the places; BROS's base is 128, half of what engines run by default.
+BASE_SHARE = 0.5
 
 
 def create_step_planner(
@@ -37,7 +38,7 @@ def create_step_planner(
         selection=create_decode_selection(steps.decode_selection, seed=config.offline.seed),
         batch_size=create_batch_size(
             steps.batch_size,
-            base=min(BASE_DECODES, max_requests),
+            base=max(1, int(BASE_SHARE * max_requests)),
             maximum=max_requests,
             captured_batch_sizes=captured_batch_sizes,
         ),

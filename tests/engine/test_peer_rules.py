@@ -101,7 +101,7 @@ async def beside(server: Server, online: Sequence[Any], offline: Sequence[Any]) 
 @pytest.mark.parametrize("server", VARIANTS, indirect=True)
 def test_who_gives_a_turn_away_answers_as_if_it_had_not(server, stock_texts):
     """Long contexts leave their turn to short ones, which make the step shorter."""
-    online = [completion(text, 250) for text in documents(6, 400, seed=81)]
+    online = [completion(text, 250) for text in documents(6, 400, seed=90)]
     offline = [completion(text, 120, **FLEX) for text in documents(8, 12, seed=82)]
     expected = stock_texts([*online, *offline])
     before = given_turns(server)
@@ -117,7 +117,7 @@ def test_who_gives_a_turn_away_answers_as_if_it_had_not(server, stock_texts):
 def test_who_has_time_to_spare_sits_out_for_who_is_promised_more(server, stock_texts):
     """One is promised its tokens faster than a step with six long contexts takes: by how much is
     tried, from what no step keeps to what all do."""
-    patient = [completion(text, 250) for text in documents(6, 400, seed=88)]
+    patient = [completion(text, 250) for text in documents(6, 400, seed=85)]
     urgent = completion("The one who cannot wait:", 100)
     expected = stock_texts([*patient, urgent])
 

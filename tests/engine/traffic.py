@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,13 @@ async def send_all(
 
 def texts(answers: Sequence[httpx.Response]) -> list[str]:
     return [answer.json()["choices"][0]["text"] for answer in answers]
+
+
+def least_lead(answer: httpx.Response) -> float:
+    """By how much the likeliest token was ahead of the next one where it was least, in logprob."""
+    choices = answer.json()["choices"][0]["logprobs"]["top_logprobs"]
+    ranked = [sorted(one.values()) for one in choices if one and len(one) > 1]
+    return min((one[-1] - one[-2] for one in ranked), default=math.inf)
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
