@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang.srt.runtime_context import get_serving
 
 from echo_sgl.batch_shape import BatchRow, StepKind
 from echo_sgl.config import CALIBRATE_ENV, FORCE_PROFILE_ENV, EchoConfig, SloConfig
+from echo_sgl.engine.settings import active_config
+from echo_sgl.engine.step_timing import NUM_FIRST, StepTimer
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
@@ -24,7 +26,7 @@ from echo_sgl.estimators.roofline_time import RooflineBatchTime, Transformer
 logger = logging.getLogger(__name__)
 
 # SGLang's warm-up asks for eight tokens: one prefill and seven decodes. Others end it.
-WARM_UP_STEPS, WARM_UP_DECODES = 12, 6
+WARM_UP_STEPS, WARM_UP_DECODES = NUM_FIRST, 6
 
 
 def create_live_batch_time(config: EchoConfig, server: dict[str, Any]) -> LiveBatchTime:
@@ -92,25 +94,30 @@ class FloorWatch:
 
     SGLang's warm-up is one request alone: a server that took longer for each of its steps than it
     promises does not start. Else the log says so once, as soon as steps show it.
+
+    `busy_s`: the time that each step since the start was run for, see `StepTimer`. What others that
+    start at the same time take of the cores is no floor.
     """
 
-    def __init__(self, slo: SloConfig, *, warms_up: bool) -> None:
-        self._slo = slo
+    def __init__(self, slo: SloConfig, *, warms_up: bool, busy_s: Sequence[float] = ()) -> None:
+        self._slo, self._busy_s = slo, busy_s
         self._is_done = not any(dataclasses.astuple(slo))
         self._num_left = WARM_UP_STEPS if warms_up and not self._is_done else 0
         self._alone: list[tuple[float, BatchRow]] = []
 
     @classmethod
-    def create(cls, slo: SloConfig) -> FloorWatch:
+    def create(cls, timer: StepTimer) -> FloorWatch:
         """That of the server which is starting."""
-        return cls(slo, warms_up=not get_serving().skip_server_warmup)
+        warms_up = not get_serving().skip_server_warmup
+        return cls(active_config().slo, warms_up=warms_up, busy_s=timer.first_busy_s)
 
     def note(self, measured: Iterable[tuple[BatchRow, float]]) -> None:
         """Take in steps that have ended. Errors: `ConfigError` names a promise and the time."""
         for row, time_s in measured if self._num_left else ():
+            number = WARM_UP_STEPS - self._num_left
             self._num_left -= 1
             if row.num_decodes == 1 and not row.num_prefills:
-                self._alone.append((time_s, row))
+                self._alone.append((min([time_s, *self._busy_s[number : number + 1]]), row))
             if len(self._alone) == WARM_UP_DECODES:
                 self._num_left = 0
                 self._judge(*min(self._alone))

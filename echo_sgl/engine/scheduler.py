@@ -103,7 +103,7 @@ class EchoScheduler(Offers):
             can_park=not self.enable_lora,
         )
         if leads:
-            self.step_control.floor_watch = FloorWatch.create(active_config().slo)
+            self.step_control.floor_watch = FloorWatch.create(self.step_timer)
         self.echo_metrics = SchedulerMetrics.create(
             enabled=get_observability().enable_metrics and leads
         )

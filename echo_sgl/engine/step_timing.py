@@ -10,6 +10,7 @@ when it is done.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,12 +20,15 @@ from echo_sgl.batch_shape import BatchRow, BatchShape, decode_row
 from echo_sgl.engine.step_log import StepNote
 
 DEFAULT_CAPACITY = 20_000
+NUM_FIRST = 12
 
 
 class StepTimer:
     """Times the step that `expect` announced; steps that nobody announced are not kept.
 
     Units: seconds. Reading is cheap and forgets nothing: `records` are the last `capacity`.
+    `first_busy_s`: what the first steps cost this thread, whoever else had its core; infinite where
+    a device runs them.
     """
 
     def __init__(
@@ -32,7 +36,9 @@ class StepTimer:
     ) -> None:
         self.num_steps = 0
         self.ended_notes: deque[StepNote] = deque(maxlen=capacity)
+        self.first_busy_s: list[float] = []
         self._mark = _device_event if on_device else time.perf_counter
+        self._on_device = on_device
         self._inner = inner
         self._records: deque[tuple[BatchRow, float]] = deque(maxlen=capacity)
         self._fresh: deque[tuple[BatchRow, float]] = deque(maxlen=capacity)
@@ -55,10 +61,13 @@ class StepTimer:
         (row, note), self._expected = self._expected, (None, None)
         outer = self._inner.wrap(metadata) if self._inner is not None else contextlib.nullcontext()
         with outer:
-            start = self._mark()
+            busy_s, start = time.thread_time(), self._mark()
             yield
             if row is not None:
                 self._running.append((row, note, start, self._mark()))
+                if len(self.first_busy_s) < NUM_FIRST:
+                    spent_s = time.thread_time() - busy_s
+                    self.first_busy_s.append(math.inf if self._on_device else spent_s)
 
     def records(self) -> list[tuple[BatchRow, float]]:
         """The last steps that are over, oldest first."""

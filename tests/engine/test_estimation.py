@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +207,16 @@ def test_promises_below_all_steps_of_the_warm_up_are_refused(slo, refused):
     else:
         with pytest.raises(ConfigError, match=f"by this server's warm-up, {refused}"):
             watch.note(decodes(0.004))
+
+
+def test_what_others_took_of_the_cores_is_no_floor():
+    """As where several servers start at once: each step took 0.1 s, and was run for 2 to 4 ms."""
+    slo = config(slo={"ttft_s": 1.0, "tpot_s": 0.003}).slo
+    FloorWatch(slo, warms_up=True, busy_s=[0.004, 0.004, 0.002]).note(decodes(*[0.1] * 6))
+    with pytest.raises(ConfigError, match=r"slo.tpot_s promises 0.003 s, .* alone takes 0.004 s"):
+        FloorWatch(slo, warms_up=True, busy_s=[0.004] * 6).note(decodes(*[0.1] * 6))
+    with pytest.raises(ConfigError, match=r"alone takes 0.1 s"):
+        FloorWatch(slo, warms_up=True, busy_s=[math.inf] * 6).note(decodes(*[0.1] * 6))
 
 
 def test_what_is_no_warm_up_refuses_nothing():

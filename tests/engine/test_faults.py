@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -10,7 +12,7 @@ import httpx
 import pytest
 
 from eval.server import LOCAL, Server
-from tests.engine.tight import learn, num_running, online_bodies
+from tests.engine.tight import learn, num_running, offline_bodies, online_bodies
 from tests.engine.traffic import (
     FLEX,
     completion,
@@ -26,6 +28,8 @@ from tests.engine.traffic import (
 
 pytestmark = pytest.mark.server
 VICTIM = "victim"
+# Many times as long as any step and as most waits.
+STANDSTILL_S = 3.0
 
 
 def state(server: Server) -> str | None:
@@ -145,3 +149,29 @@ def test_requests_larger_than_memory_fail_at_once_and_are_not_retried(tight_serv
     assert "tokens" in answers[0].text
     assert pooled(tight_server) == 0
     assert post(tight_server, "/v1/completions", completion("small", 2, **FLEX)).status_code == 200
+
+
+def test_a_server_that_stood_still_goes_on_where_it_was(tight_server):
+    """To its clock, which goes on meanwhile, everything is late all at once."""
+    learn(tight_server)
+    bodies = [{**body, "max_tokens": 300} for body in (*offline_bodies(), *online_bodies())]
+
+    async def run() -> list[httpx.Response]:
+        calls = asyncio.create_task(send_all(tight_server, bodies))
+        await until(lambda: calls.done() or num_running(tight_server) >= 6, "they run")
+        os.killpg(tight_server.process.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(STANDSTILL_S)
+        finally:
+            os.killpg(tight_server.process.pid, signal.SIGCONT)
+        return await calls
+
+    answers = asyncio.run(run())
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [300] * 12
+    wait_until(lambda: is_idle(tight_server) and pooled(tight_server) == 0, "all have ended")
+    assert metric(tight_server, "echo_sgl_parked_requests", task="offline") == 0
+    assert metric(tight_server, "echo_sgl_online_wait_steps", task="online") <= 1
+    wait_until(
+        lambda: LOCAL.post(f"{tight_server.url}/flush_cache").status_code == 200,
+        "nothing is held any more",
+    )

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import csv
 import io
+import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, StepKind
-from echo_sgl.engine.step_timing import StepTimer, row_of_batch
+from echo_sgl.engine.step_timing import NUM_FIRST, StepTimer, row_of_batch
 from eval.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.engine.traffic import FLEX, completion, documents, is_idle, send_all, wait_until
@@ -41,6 +43,19 @@ def test_a_step_is_kept_with_its_time_once_it_is_over():
     assert timer.num_steps == 1
 
 
+def test_the_first_steps_tell_for_how_long_they_were_run_and_not_when_others_were():
+    timer = StepTimer()
+    for number in range(NUM_FIRST + 3):
+        timer.expect(ROW if number else None)
+        with timer.wrap({"category": "decode"}):
+            threading.Event().wait(0.01)
+    assert len(timer.first_busy_s) == NUM_FIRST
+    assert all(
+        busy_s < time_s
+        for busy_s, (_, time_s) in zip(timer.first_busy_s, timer.records(), strict=False)
+    )
+
+
 def test_on_an_accelerator_a_step_takes_what_its_events_tell(monkeypatch):
     """A stand-in: no machine of this suite has one. Nobody waits for the device."""
     now_ms, is_over = iter([3.0, 8.0, 20.0, 21.5]), [False, False]
@@ -62,6 +77,7 @@ def test_on_an_accelerator_a_step_takes_what_its_events_tell(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.Event", Event)
     timer = StepTimer(on_device=True)
+    assert timer.first_busy_s == []
     for _ in range(2):
         timer.expect(ROW)
         with timer.wrap({"category": "extend"}):
@@ -72,6 +88,7 @@ def test_on_an_accelerator_a_step_takes_what_its_events_tell(monkeypatch):
     is_over[1] = True
     assert timer.take_fresh() == [(ROW, pytest.approx(0.0015))]
     assert timer.num_steps == len(timer.records()) == 2
+    assert timer.first_busy_s == [math.inf] * 2
 
 
 def test_passes_that_nobody_announced_are_not_kept():
