@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server import simulate
 from tests.sim.workloads import COEFFICIENTS, SLO, device, offline_trace, online_trace, server
@@ -28,34 +30,26 @@ def served(
     return results
 
 
-def test_online_decodes_with_time_to_spare_give_their_turn_away() -> None:
-    """A decode of many takes 13 ms here: not all offline ones fit beside the online ones."""
-    replaced, kept = (
+@pytest.mark.parametrize(
+    ("rule", "tpot_s", "rate_rps", "steps"),
+    [
+        # A decode of many takes 13 ms here: not all offline ones fit beside the online ones.
+        ("replace", 0.013, 6.0, {"decode_selection": "uncached"}),
+        # Or 15 ms, and who came first is ahead of its due times.
+        ("pack", 0.015, 15.0, {"batch_size": "adaptive"}),
+    ],
+)
+def test_online_decodes_with_time_to_spare_sit_out_for_a_step(
+    rule: str, tpot_s: float, rate_rps: float, steps: dict[str, Any]
+) -> None:
+    on, off = (
         served(
-            tpot_s=0.013,
-            rate_rps=6.0,
-            kv_tokens=20_000,
-            steps={"replace": replace, "decode_selection": "uncached"},
-        )
-        for replace in (True, False)
+            tpot_s=tpot_s, rate_rps=rate_rps, kv_tokens=20_000, steps={rule: is_on, **steps}
+        ).num_given_turns
+        for is_on in (True, False)
     )
-    assert replaced.num_given_turns > 0
-    assert kept.num_given_turns == 0
-
-
-def test_online_decodes_with_time_to_spare_sit_out_where_a_step_is_too_long_for_the_first() -> None:
-    """A decode of many takes 15 ms here, and who came first is ahead of its due times."""
-    packed, kept = (
-        served(
-            tpot_s=0.015,
-            rate_rps=15.0,
-            kv_tokens=20_000,
-            steps={"pack": pack, "batch_size": "adaptive"},
-        )
-        for pack in (True, False)
-    )
-    assert packed.num_given_turns > 0
-    assert kept.num_given_turns == 0
+    assert on > 0
+    assert off == 0
 
 
 def test_whoever_comes_back_by_the_bottleneck_all_are_answered() -> None:
