@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from operator import attrgetter
 
-from echo_sgl.policies.decode_selection import MixSelection
+from echo_sgl.policies.decode_selection import BY_LENGTH, MixSelection
 from echo_sgl.policies.step_fill import Decode, StepFill
-
-_BY_LENGTH = attrgetter("context_tokens", "sequence")
 
 
 class BottleneckSelection(MixSelection):
@@ -30,7 +28,7 @@ class BottleneckSelection(MixSelection):
         if decodes[0].is_running:
             super()._extend(fill, decodes)
             return
-        ordered = sorted(decodes, key=_BY_LENGTH)
+        ordered = sorted(decodes, key=BY_LENGTH)
         if fill.is_saturated():
             _take_longest(fill, ordered)
         elif (num := _saturating(fill, ordered)) and fill.fits(ordered[:num]):
@@ -57,8 +55,4 @@ def _saturating(fill: StepFill, ordered: list[Decode]) -> int:
 
 def _last(most: int, holds: Callable[[int], bool]) -> int:
     """The last of 0 to `most` for which it holds; it holds for 0, and for all up to the last."""
-    least, beyond = 0, most + 1
-    while beyond - least > 1:
-        middle = (least + beyond) // 2
-        least, beyond = (middle, beyond) if holds(middle) else (least, middle)
-    return least
+    return bisect_left(range(1, most + 1), True, key=lambda number: not holds(number))

@@ -91,11 +91,10 @@ class DecodePlanner:
     @property
     def must_pack(self) -> bool:
         """Whether not all online decodes may be in this step, see `policies/packing.py`."""
-        num_online = len(self._online_decodes)
-        if not (self.packs and self._is_known and num_online > 1):
+        if not (self.packs and self._is_known and len(self._online_decodes) > 1):
             return False
         is_late = self.view.now_s + self.view.alone_s > self._online_due_s
-        return is_late or num_online > self._batch_size.limit
+        return is_late or len(self._online_decodes) > self._batch_size.limit
 
     def pack_online(
         self, online: Sequence[OnlineDecode], *, beside: Sequence[int] = ()

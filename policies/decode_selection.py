@@ -30,7 +30,7 @@ _MAX_URGENT_MISFITS = 8
 _MIX_RANDOM_TRIES = 4
 
 _BY_START = attrgetter("sequence")
-_BY_LENGTH = attrgetter("context_tokens", "sequence")
+BY_LENGTH = attrgetter("context_tokens", "sequence")
 _BY_UNCACHED = attrgetter("uncached_tokens", "sequence")
 
 
@@ -143,7 +143,7 @@ class ShortestSelection(DecodeSelection):
     """
 
     def _extend(self, fill: StepFill, decodes: list[Decode]) -> None:
-        fill.take_prefix(sorted(decodes, key=_BY_LENGTH))
+        fill.take_prefix(sorted(decodes, key=BY_LENGTH))
 
 
 class UncachedSelection(DecodeSelection):
@@ -171,7 +171,7 @@ class MixSelection(DecodeSelection):
         self._num_draws = 0
 
     def _extend(self, fill: StepFill, decodes: list[Decode]) -> None:
-        untested = sorted(decodes, key=_BY_LENGTH)
+        untested = sorted(decodes, key=BY_LENGTH)
         for _ in range(min(_MIX_RANDOM_TRIES, len(untested))):
             draw = uniform_draw(self._seed, self._num_draws)
             self._num_draws += 1

@@ -9,6 +9,7 @@ Who sits out does so for one step: the next one is planned with all online decod
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from echo_sgl.batch_shape import BatchRow
@@ -52,8 +53,6 @@ def leaves_for_urgent(
     least = max(sum(one.due_s - now_s < spare_s for one in ordered), 0 if beside else 1)
     if least >= len(ordered) or step_s(least) > limit_s:
         return frozenset()
-    beyond = max(most, least) + 1
-    while beyond - least > 1:
-        middle = (least + beyond) // 2
-        least, beyond = (middle, beyond) if step_s(middle) <= limit_s else (least, middle)
-    return frozenset(one.rid for one in ordered[least:])
+    longer = range(least + 1, most + 1)
+    num_staying = least + bisect_left(longer, True, key=lambda num: step_s(num) > limit_s)
+    return frozenset(one.rid for one in ordered[num_staying:])

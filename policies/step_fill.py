@@ -11,7 +11,7 @@ from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.estimators.batch_time import StepPredictor
 
 RESUME_SHARE = 0.9
-# A step has enough decodes when twice as many would make less than this more of its time.
+# A step has enough decodes when twice as many would make less than so many times the tokens/s.
 SATURATED_GAIN = 1.05
 _CONTEXT_TOKENS = attrgetter("context_tokens")
 

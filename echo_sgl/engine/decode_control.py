@@ -97,15 +97,15 @@ class DecodeControl:
         self, reqs: Sequence[Req], candidates: Sequence[Decode], chosen: set[str]
     ) -> frozenset[str]:
         """The online requests that sit out; who takes a turn of theirs is `chosen` from now on."""
-        planner = self.planner
-        if not (planner.replaces or planner.must_pack):
+        planner, must_pack = self.planner, self.planner.must_pack
+        if not (planner.replaces or must_pack):
             return frozenset()
         contexts = {req.rid: req.seqlen for req in reqs}
         online = [OnlineDecode(one.rid, one.due_s, contexts[one.rid]) for one in placed(reqs)]
         asked = {one.rid for one in online} | {one.rid for one in candidates}
         beside = [tokens for rid, tokens in contexts.items() if rid not in asked]
         # Nobody takes a turn where online decodes are too many for each other.
-        if planner.must_pack:
+        if must_pack:
             return planner.pack_online(online, beside=beside)
         replacement = planner.replace_decodes(candidates, chosen, online, beside=beside)
         chosen |= replacement.joining

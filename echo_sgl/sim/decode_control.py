@@ -62,12 +62,12 @@ class SimDecodeControl:
 
     def _online_leaving(self, candidates: Sequence[Decode], chosen: set[str]) -> frozenset[str]:
         """The online requests that sit out; who takes a turn of theirs is `chosen` from now on."""
-        planner, due_s = self.planner, self.waiting.due_s
-        if not (planner.replaces or planner.must_pack):
+        planner, must_pack, due_s = self.planner, self.planner.must_pack, self.waiting.due_s
+        if not (planner.replaces or must_pack):
             return frozenset()
         able = [one for one in self._sitting_out(self.online) if one.num_outputs]
         online = [OnlineDecode(one.rid, due_s(one), one.seq_tokens) for one in able]
-        if planner.must_pack:
+        if must_pack:
             return planner.pack_online(online)
         replacement = planner.replace_decodes(candidates, chosen, online)
         chosen |= replacement.joining

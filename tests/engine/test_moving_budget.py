@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from echo_sgl.policies.online_attainment import WINDOW_REQUESTS
-from eval.server import LOCAL, Server
-from tests.engine.tight import UNTRIED, num_running
+from eval.server import Server
+from tests.engine.tight import UNTRIED, num_running, num_waiting
 from tests.engine.traffic import completion, is_idle, metric, post, send_all, until, wait_until
 from tests.servers import COMMON_ARGS, STRICT
 
@@ -78,13 +78,9 @@ def test_who_gives_up_before_the_first_token_was_promised_one_too(server):
     """All places are taken; nobody of those that wait is ever answered."""
     waiting = [completion("waits", 4, rid=f"waits-{n}") for n in range(WINDOW_REQUESTS)]
 
-    def num_waiting() -> int:
-        loads = LOCAL.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
-        return sum(load["num_waiting_reqs"] for load in loads)
-
     async def give_up(beside: asyncio.Task[Any]) -> None:
         calls = asyncio.create_task(send_all(server, waiting))
-        await until(lambda: beside.done() or num_waiting() == WINDOW_REQUESTS, "they wait")
+        await until(lambda: beside.done() or num_waiting(server) == WINDOW_REQUESTS, "they wait")
         for body in waiting:
             await asyncio.to_thread(post, server, "/abort_request", {"rid": body["rid"]})
         await calls
