@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from eval.models import demo_model
 from eval.server import Server
-from tests.engine.traffic import least_lead, send_all, texts
+from tests.engine.traffic import decided_texts
 from tests.servers import COMMON_ARGS, NAMED, STRICT, ServerPool, max_alive_servers
 
 # Every run draws the same examples, so that what fails today failed when it was written; new ones
@@ -24,9 +23,6 @@ from tests.servers import COMMON_ARGS, NAMED, STRICT, ServerPool, max_alive_serv
 settings.register_profile("same-examples", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("same-examples")
-
-# In logprob. Float32 sums in another order differ by about 1e-6.
-LEAST_LEAD = 1e-5
 
 # Modules that share servers go to one worker, and so do the tests of any other module. What
 # takes longest comes first, so that no worker is left alone with it at the end.
@@ -38,6 +34,7 @@ GROUPS = (
         "engine/test_server_kits",
         "engine/test_step_timing",
         "engine/test_tasks",
+        "engine/test_traffic",
         "engine/test_turns",
         "eval/test_load",
         "eval/test_online_only",
@@ -123,22 +120,13 @@ def stock_server(server_for: ServerPool) -> Server:
 
 @pytest.fixture(scope="session")
 def stock_texts(server_for: ServerPool) -> Callable[[Sequence[dict[str, Any]]], list[str]]:
-    """What the stock server answers to completions; each set is asked for once.
-
-    Errors: where two tokens are as likely as each other, rounding decides, and whoever is batched
-    with the request would change its answer.
-    """
+    """What the stock server answers to completions; each set is asked for once."""
     known: dict[str, list[str]] = {}
 
     def answered(bodies: Sequence[dict[str, Any]]) -> list[str]:
         key = json.dumps(bodies)
         if key not in known:
-            server = server_for((*COMMON_ARGS, *NAMED))
-            asked = [{**body, "logprobs": 2} for body in bodies]
-            answers = asyncio.run(send_all(server, asked))
-            for number, answer in enumerate(answers):
-                assert least_lead(answer) > LEAST_LEAD, f"a tie: choose another prompt {number}"
-            known[key] = texts(answers)
+            known[key] = decided_texts(server_for((*COMMON_ARGS, *NAMED)), bodies)
         return known[key]
 
     return answered
