@@ -73,10 +73,14 @@ class ArrivalWait:
         """
         if not self.is_promised:
             return self._most_s
+        left_s = self.left_s(now_s, alone_s, predictor)
+        return min(max(self._share * left_s, LEAST_SHARE * self._ttft_s), self._most_s)
+
+    def left_s(self, now_s: float, alone_s: float, predictor: StepPredictor | None) -> float:
+        """What it could take, and who arrives would be in time yet; may be negative."""
         long_s, mean_s = self._prefills_s(predictor)
         beside = 1.0 + self._rate_at(now_s) * mean_s
-        left_s = (self._ttft_s - alone_s) / beside - long_s
-        return min(max(self._share * left_s, LEAST_SHARE * self._ttft_s), self._most_s)
+        return (self._ttft_s - alone_s) / beside - long_s
 
     def _rate_at(self, now_s: float) -> float:
         if math.isinf(self._since_s):

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from echo_sgl.batch_shape import BatchShape, StepKind
 from echo_sgl.config import EchoConfig
 from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
+from echo_sgl.estimators.conformal import FLOOR_S
 from echo_sgl.policies.arrival_wait import ArrivalWait
 from echo_sgl.policies.batch_size import BatchSize
 from echo_sgl.policies.chunk_wait import ChunkWait
@@ -153,11 +154,27 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         if not self.arrival_wait.is_promised:
             return  # they stay at `max_stall_s`
         spread, most_s = self.estimator.spread, self._config.max_stall_s
-        estimator = self.estimator if self._is_known else None
         decode = spread(StepKind.DECODE)
-        wait_s = self.arrival_wait.longest_s(now_s, alone_s / decode, estimator)
+        at_hand = now_s, alone_s / decode, self.estimator if self._is_known else None
+        wait_s = self.arrival_wait.longest_s(*at_hand)
         self.limit.stall_s = min(most_s, wait_s * max(decode, spread(StepKind.MIXED)))
         self.limit.prefill_stall_s = min(most_s, wait_s * spread(StepKind.PREFILL))
+        if self._is_known:
+            self._let_prefills_tell(wait_s, self.arrival_wait.left_s(*at_hand))
+
+    def _let_prefills_tell(self, wait_s: float, left_s: float) -> None:
+        """Where the bound even of the smallest chunk is above the longest stall, hold only what it
+        is expected to take against that, if it may take up to its bound and who arrives is in time.
+
+        After steps that took far too long, no others would show what prefills take now.
+        """
+        tokens = self._config.min_chunk_tokens
+        smallest_s = prefill_alone_s(self.estimator.upper, tokens)
+        if smallest_s > self._config.max_stall_s:
+            spread = smallest_s / max(FLOOR_S, prefill_alone_s(self.estimator, tokens))
+            in_time_s = min(wait_s * spread, left_s)
+            if smallest_s <= in_time_s:
+                self.limit.prefill_stall_s = in_time_s
 
     def holds(
         self, now_s: float, decodes: BatchShape, *, decode_due_s: float, num_offline: int

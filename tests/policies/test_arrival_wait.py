@@ -168,6 +168,28 @@ def test_the_longest_stall_is_what_a_step_takes_at_most():
     assert plan.prefill_room_s == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize(
+    ("ttft_s", "room_s"),
+    [(1.0, 0.4), (0.5, 0.1)],
+    ids=["in time if it takes as long", "late then"],
+)
+def test_where_the_longest_stall_bounds_every_chunk_expected_times_hold(ttft_s, room_s):
+    """A token is expected to take 1 ms, and four times as much at most after a slow moment."""
+    plan = planner(Uneven(), slo=SloConfig(ttft_s=ttft_s, tpot_s=100.0), max_stall_s=0.1)
+    plan.note_online_start(0.0, 200)
+    begin(plan, decodes=10, due_in_s=900.0, now_s=1000.0)
+    assert plan.prefill_room_s == pytest.approx(room_s)
+    assert offline_chunk(plan) == (100 if room_s > 0.1 else 0)
+    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=False) == (room_s <= 0.1)
+
+
+def test_the_smallest_chunk_waits_where_it_is_expected_to_take_longer():
+    plan = planner(Uneven(), slo=SloConfig(ttft_s=9.0, tpot_s=100.0), max_stall_s=0.06)
+    begin(plan, decodes=10, due_in_s=900.0)
+    assert plan.prefill_room_s == pytest.approx(0.06)
+    assert offline_chunk(plan) == 0
+
+
 def test_steps_that_do_both_may_take_as_long_as_such_steps_do(monkeypatch):
     monkeypatch.setitem(SPREADS, StepKind.MIXED, 3.0)
     plan = planner(Uneven(), slo=SloConfig(ttft_s=1.0, tpot_s=100.0), stall_share=0.5)
