@@ -12,7 +12,7 @@ from echo_sgl.batch_shape import BatchRow
 # than to learn from a step: short ones are learned from together. Bounds cover what they say
 # however late it is. But what the last steps took says most about the next: with 60 ms instead of
 # 20, a GPU's decodes are off by 0.85 instead of 0.76 %, a small CPU model's by 11.3 instead of
-# 10.4 % (on the steps in `eval/results/step-times*`).
+# 10.4 % (on the steps in `eval/data`).
 LEARN_EVERY_S = 0.02
 
 

@@ -1,7 +1,8 @@
 """Measured steps as files: what a server ran and how long it took, with where that was.
 
 NAME.csv.gz has a row per step: which phase it belongs to, the columns of `BatchRow`, and seconds.
-NAME.json has the server's facts and the provenance. Models can be judged by them anywhere.
+NAME.json has the server's facts and the provenance. Models can be judged by them anywhere. Those that
+are kept lie under eval/data/.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from echo_sgl.batch_shape import BatchRow
 from echo_sgl.estimators.held_out import Samples
 from eval.machine import provenance
 
+SAMPLES_DIR = Path(__file__).resolve().parent / "data"
 CALIBRATION, LIVE = "calibration", "live"
 COLUMNS = ("phase", *BatchRow._fields, "time_s")
 

@@ -5,8 +5,8 @@
 Per model size: calibrate an idle server (`echo-sgl calibrate`'s own code), then play mixed
 online and offline traffic and judge every model by the steps that came of it: as calibrated,
 and as the scheduler has it, learning from the steps before.
-Writes eval/results/<name>/: summary.json, summary.md, and of each size the steps and the profile
-of the best model. With --judge-only the steps that are there are judged again, by the models as
+Writes eval/results/<name>/: summary.json, summary.md, and of each size the profile of the best
+model; and the steps of each size to eval/data/<name>/. With --judge-only the steps that are there are judged again, by the models as
 they are now, wherever the steps were measured.
 """
 
@@ -42,7 +42,7 @@ from eval.corun import RESULTS_DIR
 from eval.machine import device_args
 from eval.models import find_model
 from eval.server import Server, running_server
-from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
+from eval.step_samples import CALIBRATION, LIVE, SAMPLES_DIR, read_steps, write_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_ARGS = (
@@ -165,12 +165,12 @@ def measure(size: str, options: argparse.Namespace) -> None:
         host = driver.host_time()
         live = live_steps(server, driver.server["vocab"], options)
     about = {"command": options.command, "server": driver.server, "host": host}
-    write_steps(options.folder, size, {CALIBRATION: samples, LIVE: live}, about)
+    write_steps(SAMPLES_DIR / options.name, size, {CALIBRATION: samples, LIVE: live}, about)
 
 
 def judge(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per model and kind of step, by the steps that were kept; writes the best profile."""
-    steps, about = read_steps(options.folder, size)
+    steps, about = read_steps(SAMPLES_DIR / options.name, size)
     live = steps[LIVE]
     host = HostTime(**about["host"]) if about["host"] else None
     calibration = fit_all(steps[CALIBRATION], about["server"], seed=options.seed, host=host)
@@ -205,7 +205,7 @@ def judge(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def summary_markdown(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> str:
     """The table and how to read it."""
-    _, measured = read_steps(options.folder, options.sizes.split(",")[0])
+    _, measured = read_steps(SAMPLES_DIR / options.name, options.sizes.split(",")[0])
     command, _, _ = (measured.pop(name) for name in ("command", "server", "host"))
     lines = [
         f"# Step times `{options.name}`",
@@ -253,6 +253,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     options.command = shlex.join(["python", "-m", "eval.step_times", *argv])
     folder = options.folder = RESULTS_DIR / options.name
+    folder.mkdir(parents=True, exist_ok=True)
     sizes = options.sizes.split(",")
     if not options.judge_only:
         for size in sizes:

@@ -14,7 +14,7 @@ from echo_sgl.cli.calibration import fit_all
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
 from eval.corun import RESULTS_DIR
-from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
+from eval.step_samples import CALIBRATION, LIVE, SAMPLES_DIR, read_steps, write_steps
 from eval.step_times import MIN_ALIKE, QUANTILE, live_errors, scatter
 
 
@@ -38,7 +38,7 @@ def test_steps_with_other_columns_are_refused(tmp_path: Path) -> None:
 
 def gpu_model_and_steps() -> tuple[BatchTimeModel, Samples]:
     """The model that the committed steps of calibration give, and those of live traffic."""
-    steps, about = read_steps(RESULTS_DIR / "step-times-gpu", "llama-3-8b")
+    steps, about = read_steps(SAMPLES_DIR / "step-times-gpu", "llama-3-8b")
     calibration = fit_all(steps[CALIBRATION], about["server"], seed=0)
     return calibration.models["pooled"], steps[LIVE]
 
