@@ -1,8 +1,8 @@
 """Measured steps as files: what a server ran and how long it took, with where that was.
 
 NAME.csv.gz has a row per step: which phase it belongs to, the columns of `BatchRow`, and seconds.
-NAME.json has the server's facts and the provenance. Models can be judged by them anywhere. Those that
-are kept lie under eval/data/.
+NAME.json has the server's facts and the provenance. Models can be judged by them anywhere.
+Those that are kept lie under eval/data/.
 """
 
 from __future__ import annotations
