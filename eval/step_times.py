@@ -6,8 +6,8 @@ Per model size: calibrate an idle server (`echo-sgl calibrate`'s own code), then
 online and offline traffic and judge every model by the steps that came of it: as calibrated,
 and as the scheduler has it, learning from the steps before.
 Writes eval/results/<name>/: summary.json, summary.md, and of each size the profile of the best
-model; and the steps of each size to eval/data/<name>/. With --judge-only
-the steps that are there are judged again, by the models as they are now, wherever the steps were measured.
+model; and the steps of each size to eval/data/<name>/. With --judge-only the steps that are there
+are judged again, by the models as they are now, wherever they were measured.
 """
 
 from __future__ import annotations
