@@ -8,7 +8,7 @@ ends its planning.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from echo_sgl.batch_shape import BatchShape, StepKind
 from echo_sgl.config import EchoConfig
@@ -160,9 +160,9 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         self.limit.stall_s = min(most_s, wait_s * max(decode, spread(StepKind.MIXED)))
         self.limit.prefill_stall_s = min(most_s, wait_s * spread(StepKind.PREFILL))
         if self._is_known:
-            self._let_prefills_tell(wait_s, self.arrival_wait.left_s(*at_hand))
+            self._let_prefills_tell(wait_s, lambda: self.arrival_wait.left_s(*at_hand))
 
-    def _let_prefills_tell(self, wait_s: float, left_s: float) -> None:
+    def _let_prefills_tell(self, wait_s: float, left_s: Callable[[], float]) -> None:
         """Where the bound even of the smallest chunk is above the longest stall, hold only what it
         is expected to take against that, if it may take up to its bound and who arrives is in time.
 
@@ -172,7 +172,7 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         smallest_s = prefill_alone_s(self.estimator.upper, tokens)
         if smallest_s > self._config.max_stall_s:
             spread = smallest_s / max(FLOOR_S, prefill_alone_s(self.estimator, tokens))
-            in_time_s = min(wait_s * spread, left_s)
+            in_time_s = min(wait_s * spread, left_s())
             if smallest_s <= in_time_s:
                 self.limit.prefill_stall_s = in_time_s
 
