@@ -14,6 +14,7 @@ from eval.deadlines import with_deadline
 from eval.load import Request, make_request
 from eval.mix import Mix, named_job, online_body
 from eval.workloads import WorkloadError, find_data
+from eval.workloads.conversations import read_online
 from eval.workloads.jobs import (
     COMPLETIONS_URL,
     BatchLine,
@@ -33,7 +34,6 @@ from eval.workloads.prompts import SyntheticText, Tokenizer, TracePrompts
 from eval.workloads.traces import (
     Arrival,
     again_and_again,
-    read_trace,
     scale_lengths,
     slice_trace,
     time_scale_for_rate,
@@ -98,7 +98,7 @@ def build_mix(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: fl
 def _arrivals(options: AblationOptions, rate_rps: float) -> list[Arrival]:
     duration_s, start_s = options.duration_s, options.trace_start_s
     if options.workload == "azure-qmsum":
-        trace = read_trace(find_data(options.trace))
+        trace = read_online(find_data(options.trace), seed=options.seed)
         scale = time_scale_for_rate(
             trace, start_s=start_s, duration_s=duration_s, rate_rps=rate_rps
         )
@@ -133,7 +133,8 @@ def _requests(options: AblationOptions) -> Iterator[Arrival]:
     elif options.workload == LONG_ANSWERS:
         lengths = _long_answers(options)
     else:
-        return again_and_again(_scaled(options, read_trace(find_data(options.trace))))
+        trace = read_online(find_data(options.trace), seed=options.seed)
+        return again_and_again(_scaled(options, trace))
     return (Arrival(0.0, *one) for one in lengths)
 
 

@@ -44,7 +44,7 @@ class CacheOptions:
     pool_tokens: int = option(0, "KV pool in tokens instead of --pool-share", 0)
     max_running_requests: int = option(8, "the server's limit", 1)
     chunked_prefill_size: int = option(512, "prefill tokens a step", 1)
-    sessions: str = option("tau,miniswe", "overlap: online conversations from tau, miniswe")
+    sessions: str = option("tau,miniswe", "overlap: online conversations of tau, miniswe or files")
     num_sessions: int = option(28, "overlap: how many conversations", 1)
     sessions_at_once: int = option(3, "overlap: conversations that are held at the same time", 1)
     session_tokens: int = option(2600, "overlap: a conversation ends before a longer prompt", 1)

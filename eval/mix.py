@@ -12,6 +12,7 @@ from eval.arms import Arm
 from eval.load import Request, make_request
 from eval.options import CorunOptions
 from eval.workloads import WorkloadError, find_data
+from eval.workloads.conversations import read_online
 from eval.workloads.jobs import (
     COMPLETIONS_URL,
     BatchLine,
@@ -25,7 +26,6 @@ from eval.workloads.prompts import SyntheticText, Tokenizer, TracePrompts
 from eval.workloads.stdlib_job import StdlibJob
 from eval.workloads.traces import (
     Arrival,
-    read_trace,
     scale_lengths,
     slice_trace,
     time_scale_for_rate,
@@ -94,7 +94,7 @@ def build_mix(options: CorunOptions, tokenizer: Tokenizer) -> Mix:
 
 
 def _arrivals(options: CorunOptions) -> list[Arrival]:
-    trace = read_trace(find_data(options.trace))
+    trace = read_online(find_data(options.trace), seed=options.seed)
     start_s, duration_s = options.trace_start_s, options.duration_s
     time_scale = options.time_scale or time_scale_for_rate(
         trace, start_s=start_s, duration_s=duration_s, rate_rps=options.rate_rps

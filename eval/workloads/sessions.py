@@ -19,6 +19,8 @@ from eval.workloads import WorkloadError, find_data, read_lines
 from eval.workloads.prompts import Tokenizer, count_tokens
 
 Row = Mapping[str, Any]
+Call = tuple[str, str]  # whole prompt, answer
+Reader = Callable[[Path], Iterator[tuple[str, list[Call]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class SessionLimits:
     seed: int = 0
 
 
-def read_tau(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def read_tau(path: Path) -> Iterator[tuple[str, list[Call]]]:
     """Name and (prompt, answer) pairs of each trajectory of a tau-bench file.
 
     Errors: `WorkloadError` names the file, the line and the key.
@@ -62,12 +64,12 @@ def read_tau(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield f"tau-{number}", list(_tau_turns(system, messages))
 
 
-def read_delta(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def read_delta(path: Path) -> Iterator[tuple[str, list[Call]]]:
     """Name and (prompt, answer) pairs of each session of a file of delta-coded agent calls.
 
     Errors: `WorkloadError` names the file, the line and the key.
     """
-    sessions: dict[str, list[tuple[str, str]]] = {}
+    sessions: dict[str, list[Call]] = {}
     for where, row in _rows(path):
         calls = sessions.setdefault(_text(where, row, "session"), [])
         keep_chars = row.get("keep_chars")
@@ -81,17 +83,30 @@ def read_delta(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield from sessions.items()
 
 
-READERS: dict[str, tuple[str, Callable[[Path], Iterator[tuple[str, list[tuple[str, str]]]]]]] = {
-    "tau": ("taubench_airline_dev.jsonl.gz", read_tau),
-    "miniswe": ("lmcache_miniswe.delta.jsonl.gz", read_delta),
-}
+READERS: dict[str, Reader] = {"system_prompt": read_tau, "session": read_delta}  # by a key
+KNOWN = {"tau": "taubench_airline_dev.jsonl.gz", "miniswe": "lmcache_miniswe.delta.jsonl.gz"}
+
+
+def find_reader(path: Path) -> Reader | None:
+    """What reads a file of conversations, by the keys of its first line; None: it holds none.
+
+    Errors: `WorkloadError` when the file cannot be read.
+    """
+    _, first = next(read_lines(path), (1, ""))
+    try:
+        row = orjson.loads(first)
+    except orjson.JSONDecodeError:
+        return None
+    keys = row if isinstance(row, dict) else {}
+    return next((reader for key, reader in READERS.items() if key in keys), None)
 
 
 def load_sessions(
     names: Sequence[str], tokenizer: Tokenizer, limits: SessionLimits, num_sessions: int
 ) -> list[Session]:
-    """Up to `num_sessions` sessions of the named sets, taken in turns, each set shuffled by seed.
+    """Up to `num_sessions` sessions of the sets, taken in turns, each set shuffled by seed.
 
+    `names`: of `KNOWN`, or files of either kind, by path or by name among the real workloads.
     Errors: `WorkloadError` for an unknown set, and when no first turn fits the limit.
     """
     mixed = _in_turns([_one_set(name, tokenizer, limits) for name in names], num_sessions)
@@ -104,7 +119,7 @@ def load_sessions(
 
 
 def cut_session(
-    name: str, calls: Sequence[tuple[str, str]], tokenizer: Tokenizer, limits: SessionLimits
+    name: str, calls: Sequence[Call], tokenizer: Tokenizer, limits: SessionLimits
 ) -> Session:
     """The first turns whose prompts fit; the think times depend on the seed and the name."""
     rng = random.Random(f"{limits.seed}/{name}")
@@ -119,13 +134,25 @@ def cut_session(
 
 def _one_set(name: str, tokenizer: Tokenizer, limits: SessionLimits) -> Iterator[Session]:
     """The set's sessions that have a turn, lazily: counting tokens takes time."""
-    if name not in READERS:
-        raise WorkloadError(f"unknown sessions {name!r}; known are {', '.join(READERS)}")
-    file_name, reader = READERS[name]
-    sessions = list(reader(find_data(file_name)))
+    sessions = list(_read(name))
     random.Random(limits.seed).shuffle(sessions)
     cut = (cut_session(key, calls, tokenizer, limits) for key, calls in sessions)
     return (session for session in cut if session.turns)
+
+
+def _read(name: str) -> Iterator[tuple[str, list[Call]]]:
+    try:
+        path = find_data(KNOWN.get(name, name))
+    except WorkloadError as error:
+        raise WorkloadError(
+            f"unknown sessions {name!r}: {error}; known are {', '.join(KNOWN)}"
+        ) from error
+    if (reader := find_reader(path)) is None:
+        raise WorkloadError(
+            f"{path} holds no conversations: its first line is no JSON object with one of the keys "
+            + ", ".join(READERS)
+        )
+    return reader(path)
 
 
 def _in_turns(sets: list[Iterator[Session]], num_sessions: int) -> list[Session]:
@@ -139,7 +166,7 @@ def _in_turns(sets: list[Iterator[Session]], num_sessions: int) -> list[Session]
     return taken
 
 
-def _tau_turns(system: str, messages: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _tau_turns(system: str, messages: Sequence[Row]) -> Iterator[Call]:
     """The prompt ends where the answer begins, so that the next one goes on from there."""
     text = system
     for message in messages:

@@ -14,9 +14,10 @@ import pytest
 from eval.workloads import DATA_DIR, WorkloadError
 from eval.workloads.prompts import Tokenizer, count_tokens, load_tokenizer
 from eval.workloads.sessions import (
-    READERS,
+    KNOWN,
     SessionLimits,
     cut_session,
+    find_reader,
     load_sessions,
     read_delta,
     read_tau,
@@ -24,7 +25,7 @@ from eval.workloads.sessions import (
 
 LIMITS = SessionLimits(max_prompt_tokens=40, max_answer_tokens=4, think_s=1.0)
 has_data = pytest.mark.skipif(
-    not all((DATA_DIR / name).is_file() for name, _ in READERS.values()),
+    not all((DATA_DIR / name).is_file() for name in KNOWN.values()),
     reason="the real workloads are not here",
 )
 
@@ -128,8 +129,27 @@ def test_text_that_is_not_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_set_is_refused_by_name(tokenizer: Tokenizer) -> None:
-    with pytest.raises(WorkloadError, match="unknown sessions 'chat'; known are tau, miniswe"):
+    with pytest.raises(WorkloadError, match=r"sessions 'chat': .*; known are tau, miniswe"):
         load_sessions(["chat"], tokenizer, LIMITS, 1)
+
+
+def test_a_file_of_conversations_is_known_by_its_first_line(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    assert find_reader(write(tmp_path, TAU)) is read_tau
+    path = write(tmp_path, [call("a", 0, "one two")])
+    assert find_reader(path) is read_delta
+    [session] = load_sessions([str(path)], tokenizer, LIMITS, 3)
+    assert [turn.prompt for turn in session.turns] == ["one two"]
+
+
+@pytest.mark.parametrize("text", ["t_s,context_tokens\n", '{"timestamp": 1}\n', "[1]\n", ""])
+def test_a_file_of_something_else_is_none(tmp_path: Path, tokenizer: Tokenizer, text: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    assert find_reader(path) is None
+    with pytest.raises(WorkloadError, match=r"no conversations.* system_prompt, session"):
+        load_sessions([str(path)], tokenizer, LIMITS, 1)
 
 
 @has_data
