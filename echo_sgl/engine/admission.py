@@ -3,74 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import (
-    CLIP_MAX_NEW_TOKENS,
-    AddReqResult,
-    PrefillAdder,
-)
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.engine.held_tokens import held_tokens
 from echo_sgl.engine.places import queued
 from echo_sgl.engine.refusals import Reason
-from echo_sgl.engine.tasks import task_of
+from echo_sgl.engine.room import RoomAdder
+from echo_sgl.engine.tasks import is_held_back, is_offline
 from echo_sgl.policies.first_tokens import Joining
-from echo_sgl.types import Task
 
 if TYPE_CHECKING:
     from echo_sgl.engine.kv_limits import KvLimits
-    from echo_sgl.engine.step_control import StepControl
-    from echo_sgl.engine.terms import RequestTerms
 
 # A neighbour's prefix is worth one step's wait when it saves at least this much prefill.
 MIN_SHARED_TOKENS = 32
 
 
-def is_offline(req: Req) -> bool:
-    terms: RequestTerms | None = getattr(req, "echo_terms", None)
-    return task_of(req) is Task.OFFLINE if terms is None else terms.is_offline
-
-
-def is_held_back(req: Req) -> bool:
-    """Whether limits for offline work hold for a request.
-
-    Not for one that is to end already: it waits in SGLang's queue, before others, for the one
-    token with which SGLang ends it.
-    """
-    return is_offline(req) and req.to_finish is None
-
-
-class EchoPrefillAdder(PrefillAdder):
+class EchoPrefillAdder(RoomAdder):
     """Retracts offline requests, parked ones first, when an online one does not fit.
 
     `offline_tokens_left` bounds what offline requests may prefill in this step; None when
     only the chunk size does. `kv_limits` bounds the KV that they may hold active, of which
     this pass has promised `planned_tokens`. `inflight` are the requests whose prefill is
-    launched but not yet in the tree. `yields_to_priorities` says whether SGLang's own
-    preemption among online requests was asked for, `trades_places` whether their places may
-    change hands by due time. `shape` is the step as it stands, held against the limit by `control`;
-    `first_due_s` when the first of the online requests is due that it prefills to the end.
+    launched but not yet in the tree. `shape` is the step as it stands, held against the limit by
+    `control`; `first_due_s` when the first of the online requests is due that it prefills to the
+    end.
     """
 
-    rem_chunk_tokens: int | None
     offline_tokens_left: int | None = None
     kv_limits: KvLimits | None = None
-    control: StepControl
     shape: BatchShape
     planned_tokens: int = 0
     first_due_s: float = math.inf
     inflight: Sequence[Req] = ()
-    yields_to_priorities: bool = False
-    trades_places: bool = False
-    _growth: tuple[int, int, float] | None = None
 
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
+        if self.chunk_waits:
+            return AddReqResult.OTHER
         add = self._add_offline if is_held_back(req) else self._add_online_making_room
         result = add(req, has_chunked_req, truncation_align_size)
         if result is AddReqResult.NO_TOKEN and not self._was_added(req):
@@ -135,7 +110,7 @@ class EchoPrefillAdder(PrefillAdder):
 
     def add_chunked_req(self, req: Req) -> Req | None:
         before = self.rem_input_tokens
-        unfinished = super().add_chunked_req(req)
+        unfinished = self._add_fitting_chunk(req)
         if self._was_added(req):
             self._note_added(req, ends=unfinished is None)
             self.planned_tokens += req.extend_len if is_offline(req) else 0
@@ -145,7 +120,7 @@ class EchoPrefillAdder(PrefillAdder):
 
     def preempt_to_schedule(self, req: Req) -> bool:
         """Free a request slot for an online request; an offline one waits."""
-        if not is_held_back(req) and self._makes_place(req):
+        if not (is_held_back(req) or self.chunk_waits) and self._makes_place(req):
             return True
         sitting_out = len(self.control.parked) + len(self.control.without_turn)
         num_running = len(self.running_batch.reqs) + sitting_out
@@ -160,10 +135,15 @@ class EchoPrefillAdder(PrefillAdder):
         if is_refused:
             return AddReqResult.OTHER
         result = self._add_within_limit(req, has_chunked_req, truncation_align_size)
-        if self.kv_limits is not None and self._was_added(req):
+        if self.kv_limits is None:
+            return result
+        if self._was_added(req):
             # Its prefix is locked and so active from here on; the rest is only promised.
             self.planned_tokens += req.seqlen - req.prefix_len
             self.kv_limits.note_start(req)
+        elif result is AddReqResult.NO_TOKEN and self._is_passed_over(req, self.kv_limits):
+            self._refuse_for_memory(req)
+            return AddReqResult.OTHER  # not that the batch is full: those behind it may fit
         return result
 
     def _refuses(self, req: Req, has_chunked_req: bool) -> bool:
@@ -178,12 +158,6 @@ class EchoPrefillAdder(PrefillAdder):
             return True
         return self.kv_limits is not None and self._refuses_for_reserve(req, self.kv_limits)
 
-    def expect_growth_of(self, reqs: Iterable[Req]) -> None:
-        """What these are yet to generate needs memory too, though they are in no batch now."""
-        for req in reqs:
-            offset = self._get_running_request_total_token_offset(req)
-            self.memory_budget.total_offset += offset
-
     def _refuses_for_reserve(self, req: Req, limits: KvLimits) -> bool:
         """Whether offline requests would hold more than the reserve leaves with this one, too.
 
@@ -195,29 +169,31 @@ class EchoPrefillAdder(PrefillAdder):
         most_tokens = int(self.memory_budget.total_offset + own_growth_tokens)
         if limits.has_room(req, self.planned_tokens + most_tokens):
             return False
-        num_running, growth_tokens = self._offline_growth()
-        num_others = num_running + sum(map(is_offline, self.can_run_list))
+        num_others, num_parked = self._num_others_offline(), len(self.control.parked)
         planned_tokens = self.planned_tokens
-        if num_others:
-            planned_tokens += int(growth_tokens + own_growth_tokens)
-        num_offline = 1 + num_others + len(self.control.parked)
+        if num_others > num_parked:
+            planned_tokens += int(self._offline_growth()[1] + own_growth_tokens)
+        num_offline = 1 + num_others
         if not limits.holds_back(req, planned_tokens, num_offline):
             return False
         facts = limits.facts(req, planned_tokens, num_offline)
         self.control.refuse(Reason.RESERVE, req.rid, **facts)
         return True
 
-    def _offline_growth(self) -> tuple[int, float]:
-        """How many offline requests run on, and how many tokens SGLang expects of them yet.
-
-        Counted once a pass, and again when one left.
+    def _is_passed_over(self, req: Req, limits: KvLimits) -> bool:
+        """Whether those behind an offline request that lacks memory need not wait for it, since no
+        offline one would make it room by ending.
         """
-        num_left = len(self.preempt_list)
-        if self._growth is None or self._growth[0] != num_left:
-            running = [self.running_batch.reqs[index] for index in self._offline_running()]
-            tokens = sum(map(self._get_running_request_total_token_offset, running))
-            self._growth = num_left, len(running), tokens
-        return self._growth[1:]
+        if self._num_others_offline():
+            return False
+        limits.note_shortage(req, self._answer_tokens(req) + int(self.memory_budget.total_offset))
+        return not limits.could_start(req)
+
+    def _num_others_offline(self) -> int:
+        """How many offline requests hold memory, or are to in this step."""
+        num_running, _ = self._offline_growth()
+        num_starting = sum(map(is_offline, self.can_run_list))
+        return num_running + num_starting + len(self.control.parked)
 
     def _add_within_limit(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
@@ -295,85 +271,9 @@ class EchoPrefillAdder(PrefillAdder):
             for neighbour in (*self.inflight[-1:], *self.can_run_list[-1:])
         )
 
-    def _refuse_for_memory(self, req: Req) -> None:
-        free_tokens = self.token_to_kv_pool_allocator.available_size()
-        evictable_tokens = self.tree_cache.evictable_size()
-        self.control.refuse(
-            Reason.MEMORY,
-            req.rid,
-            needed_tokens=self._needed_tokens(req),
-            free_tokens=free_tokens,
-            evictable_tokens=evictable_tokens,
-            promised_tokens=free_tokens + evictable_tokens - self.rem_total_tokens,
-        )
-
-    def _needed_tokens(self, req: Req) -> int:
-        """What SGLang asks for: what is to prefill, and what the request is yet to generate."""
-        left_tokens = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
-        most_tokens = min(left_tokens, CLIP_MAX_NEW_TOKENS)
-        return int(req.seqlen - req.prefix_len + most_tokens + self.page_size)
-
     def _charge_offline(self, num_tokens: int) -> None:
         if self.offline_tokens_left is not None:
             self.offline_tokens_left -= num_tokens
-
-    def _makes_place(self, req: Req) -> bool:
-        """Whether somebody left a slot to an online request: offline ones before online ones."""
-        return (
-            self._retract_one()
-            or (self.yields_to_priorities and super().preempt_to_schedule(req))
-            or (self.trades_places and self._give_place(req))
-        )
-
-    def _give_place(self, req: Req) -> bool:
-        """Let an online decode that is ahead of its due time wait instead of this request.
-
-        Not for one that lacks memory, too: who leaves would wait behind it for nothing.
-        """
-        if self._needed_tokens(req) > self.rem_total_tokens:
-            return False
-        leaving = self.control.give_place(self.running_batch, req)
-        if leaving is None:
-            return False
-        self._forget_growth_of(leaving)
-        self.preempt_list.append(leaving)
-        return True
-
-    def _forget_growth_of(self, leaving: Req) -> None:
-        """It runs no more: what it is yet to generate needs no room."""
-        self.memory_budget.total_offset -= self._get_running_request_total_token_offset(leaving)
-
-    def _was_added(self, req: Req) -> bool:
-        return bool(self.can_run_list) and self.can_run_list[-1] is req
-
-    def _offline_running(self) -> list[int]:
-        """Indices of offline requests in the running batch, in order of their start."""
-        return [
-            index
-            for index, req in enumerate(self.running_batch.reqs)
-            if is_offline(req) and not req.finished() and req not in self.preempt_list
-        ]
-
-    def _can_make_room(self, req: Req) -> bool:
-        """Whether the request could fit if every offline request were retracted.
-
-        Otherwise retraction would throw work away and help nobody.
-        """
-        running = [self.running_batch.reqs[index] for index in self._offline_running()]
-        freed_tokens = sum(map(self._get_running_request_total_token_offset, running))
-        freed_tokens += held_tokens(self.tree_cache.echo_core, [*running, *self.control.parked])
-        return self._needed_tokens(req) <= self.rem_total_tokens + freed_tokens
-
-    def _retract_one(self) -> bool:
-        """Take memory from an offline request: parked before running, least work lost first."""
-        running = [self.running_batch.reqs[index] for index in self._offline_running()]
-        victim = self.control.retract_one(self.running_batch, running)
-        if victim is None:
-            return False
-        if victim in running:
-            self._forget_growth_of(victim)
-        self.preempt_list.append(victim)
-        return True
 
 
 def _cached_tokens(req: Req) -> int:

@@ -8,10 +8,10 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.places import queued
 from echo_sgl.engine.refusals import Reason, Refusal, limit_facts
 from echo_sgl.engine.settings import active_config
+from echo_sgl.engine.tasks import is_offline
 from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.offer_size import MAX_OFFERED
 

@@ -139,6 +139,15 @@ class KvLimits:
             )
         return True
 
+    def note_shortage(self, req: Any, growth_tokens: int) -> None:
+        """An offline request found no memory, though it is alone, for what it and online ones are
+        to generate.
+
+        It comes again when as much is left to one, at the latest when no online one is there.
+        """
+        needed_tokens = self.new_tokens(req) + growth_tokens
+        req.echo_needed_tokens = min(needed_tokens, self._reserve.most_tokens)
+
     def never_fits(self, req: Any) -> str | None:
         """Why an offline request could not start on an idle server; None if it could."""
         most_tokens = self._reserve.most_tokens

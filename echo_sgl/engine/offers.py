@@ -8,13 +8,14 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import OfflineConfig
-from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.kv_limits import KvLimits, needed_tokens
 from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.pool_intake import PoolIntake
 from echo_sgl.engine.positions import KeptPositions, kept_positions, restore_positions
 from echo_sgl.engine.refusals import NO_ROOM, Reason
+from echo_sgl.engine.roster import may_sit_out
 from echo_sgl.engine.settings import active_config
+from echo_sgl.engine.tasks import is_offline
 from echo_sgl.engine.weighing import Weighing
 from echo_sgl.policies.gathering import Gathering
 from echo_sgl.policies.offer_size import OfferSize
@@ -82,7 +83,7 @@ class Offers(PoolIntake):
         req = self.chunked_req
         if req is None or not is_offline(req):
             return False
-        if req is self._pending_chunked_abort_req or req.to_finish is not None:
+        if req is self._pending_chunked_abort_req or not may_sit_out(req):
             return False
         if has_prompt_logprobs(req) or req.positional_embed_overrides is not None:
             return False  # the logprobs would be lost with its chunks, the others' KV is in no tree

@@ -13,11 +13,11 @@ from sglang.srt.managers.io_struct import GetInternalStateReqOutput, SetInternal
 from sglang.srt.runtime_context import get_parallel
 
 from echo_sgl.batch_shape import BatchRow
-from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.explain import explain
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.step_log import COLUMNS
+from echo_sgl.engine.tasks import is_offline
 from echo_sgl.policies.step_limit import StepLimit
 from echo_sgl.policies.step_limits import BudgetLimit
 

@@ -9,8 +9,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.engine.admission import is_offline
 from echo_sgl.engine.places import queued
+from echo_sgl.engine.tasks import is_offline
 
 if TYPE_CHECKING:
     from echo_sgl.policies.step_planner import StepPlanner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from sglang.srt.managers.schedule_batch import Req
 
@@ -11,13 +11,20 @@ from echo_sgl.engine.terms import terms_of
 from echo_sgl.policies.preemption import Holder, preemption_order
 
 
-def first_out(parked: Iterable[Req], running: Iterable[Req]) -> str | None:
-    """The offline request that loses the least: parked before running. None without any."""
+def first_out(
+    parked: Iterable[Req], running: Iterable[Req], launched: Collection[Req] = ()
+) -> str | None:
+    """The offline request that loses the least: parked before running. None without any.
+
+    Nobody whose prefill is `launched` and is to say logprobs: when its result comes, SGLang passes
+    over who was retracted, and gives the next one of its batch the logprobs that are his.
+    """
     holders = [
         _holder(req, is_parked=is_parked)
         for is_parked, reqs in ((True, parked), (False, running))
         for req in reqs
         if terms_of(req).is_offline and may_sit_out(req)
+        if not (req.return_logprob and req in launched)
     ]
     return next(iter(preemption_order(holders)), None)
 

@@ -113,8 +113,13 @@ class Roster:
 
 
 def may_sit_out(req: Req) -> bool:
-    """Whether an offline request may be parked or give up its memory: one that ends may not."""
-    return not req.finished() and req.to_finish is None and req.beam_group is None
+    """Whether a request may be parked or give up its memory: one that ends may not, nor a turn of
+    a streaming session, which keeps what it gives up.
+    """
+    is_turn = req.session is not None and req.session.streaming
+    return not (
+        req.finished() or req.to_finish is not None or req.beam_group is not None or is_turn
+    )
 
 
 def _part_of(req: Req, now_s: float) -> Part:

@@ -19,7 +19,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_observability, get_parallel
 
-from echo_sgl.engine.admission import EchoPrefillAdder, is_offline
+from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.clock import Measured, StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
@@ -41,6 +41,7 @@ from echo_sgl.engine.settings import (
 )
 from echo_sgl.engine.step_control import StepControl
 from echo_sgl.engine.step_timing import install_step_timer
+from echo_sgl.engine.tasks import is_offline
 from echo_sgl.engine.weighing import Weighing
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offer_size import OfferSize
@@ -102,12 +103,12 @@ class EchoScheduler(Offers):
             # SGLang makes room for adapters of those that run; who sits out would lose its own.
             can_park=not self.enable_lora,
         )
-        if leads:
-            self.step_control.floor_watch = FloorWatch.create(self.step_timer)
+        self.step_control.launched = self._launched_prefills
         self.echo_metrics = SchedulerMetrics.create(
             enabled=get_observability().enable_metrics and leads
         )
         if leads:
+            self.step_control.floor_watch = FloorWatch.create(self.step_timer)
             logger.info(describe_active())
         self.policy = EchoSchedulePolicy(
             self.schedule_policy,

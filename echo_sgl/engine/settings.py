@@ -63,6 +63,7 @@ def refuse_unsupported(server_args: Any, config: EchoConfig) -> None:
         "--scheduler-recv-interval > 1 with --tp-size > 1": (
             server_args.scheduler_recv_interval > 1 and server_args.tp_size > 1
         ),
+        "--min-free-slots-delay": bool(server_args.min_free_slots_delay),
         "--radix-cache-backend": server_args.radix_cache_backend is not None,
         "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0", "false"),
     }

@@ -7,7 +7,7 @@ the measured times that rank 0 broadcasts, so all ranks decide alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
@@ -81,6 +81,8 @@ class StepControl(DecodeControl):
         self.online_wait_s = RollingMax(WAIT_WINDOW_S)
         self.online_wait_steps = RollingMax(WAIT_WINDOW_S)
         self.own_time = OwnTime()
+        # Requests of a prefill step whose result SGLang has yet to process.
+        self.launched: Callable[[], Collection[Req]] = tuple
         self._now_s = 0.0
         self._lessons = Lessons(estimator)
         self._running = Running((), 0.0)
@@ -358,7 +360,7 @@ class StepControl(DecodeControl):
         `running` are those of `batch` that may be taken. The request is to wait in the pool
         again. None when nobody has memory to give.
         """
-        if (rid := first_out(self.parked, running)) is None:
+        if (rid := first_out(self.parked, running, self.launched())) is None:
             return None
         self.planner.gating.note_lost()
         victim = next((req for req in running if req.rid == rid), None)

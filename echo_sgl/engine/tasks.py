@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.managers.schedule_batch import Req
 from starlette.requests import Request
 
 from echo_sgl.batches.api_errors import route_path
 from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.terms import (
     TIER_KEY,
+    RequestTerms,
     check_terms,
     custom_params_of,
     stamped,
@@ -29,6 +31,20 @@ TAGGED_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
 def task_of(req: Any) -> Task:
     """The class of a scheduler request; embeddings and untagged ones are online."""
     return Task.OFFLINE if is_offline_input(req) else Task.ONLINE
+
+
+def is_offline(req: Req) -> bool:
+    terms: RequestTerms | None = getattr(req, "echo_terms", None)
+    return task_of(req) is Task.OFFLINE if terms is None else terms.is_offline
+
+
+def is_held_back(req: Req) -> bool:
+    """Whether limits for offline work hold for a request.
+
+    Not for one that is to end already: it waits in SGLang's queue, before others, for the one
+    token with which SGLang ends it.
+    """
+    return is_offline(req) and req.to_finish is None
 
 
 def task_of_input(obj: Any) -> Task:

@@ -294,7 +294,9 @@ def binding_limit(
         )
     if results.is_out_of_kv or results.unfinished:
         return f"KV memory: requests for which a pool of {config.kv_tokens:,} tokens has no room"
-    median_tokens = round(statistics.median(trace.prompt_tokens))
+    # What the cache held need not be computed, however slow the device.
+    computed_share = 1 - results.online_cached_tokens / max(1, results.online_prompt_tokens)
+    median_tokens = max(1, round(statistics.median(trace.prompt_tokens) * computed_share))
     floor = slo_floor(
         config.device, prompt_tokens=median_tokens, chunk_tokens=config.chunked_prefill_tokens
     )
@@ -302,7 +304,7 @@ def binding_limit(
         least_s = floor.ttft_s if target.metric == "ttft" else floor.tpot_s
         if target.name in broken and least_s > target.limit_s:
             return (
-                f"the device: a request of {median_tokens} tokens alone has a {target.metric} "
+                f"the device: a request of {median_tokens} new tokens alone has a {target.metric} "
                 f"of {least_s:.3g} s, above the {target.limit_s:g} s of {target.name}"
             )
     if results.num_memory_waits > SHORT_OF_KV_SHARE * results.num_steps:

@@ -229,7 +229,8 @@ class PrefillPass:
             is_full = self._free_slots() <= 0
             verdict = Verdict.REFUSED if is_full else self._try_add(request)
             if verdict is not Verdict.ADDED:
-                is_full = is_full or verdict is Verdict.NO_MEMORY
+                if verdict is Verdict.NO_MEMORY:
+                    is_full = not self._is_passed_over(request)
                 scheduler.is_full = scheduler.is_full or is_full
                 self._is_full = is_full or verdict is Verdict.RESERVED
                 return num_started
@@ -251,6 +252,17 @@ class PrefillPass:
         if is_held_back:
             request.needed_tokens = new
         return is_held_back
+
+    def _is_passed_over(self, request: SimRequest) -> bool:
+        """Whether nobody need wait for one that lacks memory, since it is the only offline one."""
+        scheduler = self._scheduler
+        if scheduler.num_offline or self._planned_offline_tokens:
+            return False
+        new = request.seq_tokens - self._kv.tree.locked_prefix_tokens(request.blocks)
+        others_tokens = int(self._kv.available_tokens - self._rem_total_tokens())
+        needed_tokens = new + request.planned_tokens + self._page + others_tokens
+        request.needed_tokens = min(needed_tokens, scheduler.reserve.most_tokens)
+        return request.needed_tokens > scheduler.offline_limit_tokens(num_offline=1)
 
     def _prefix_is_being_computed(self, request: SimRequest, prefix_tokens: int) -> bool:
         """Whether a neighbour computes now what this one would: one step later it is a hit."""

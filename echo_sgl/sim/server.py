@@ -153,7 +153,7 @@ class SimServer:
             self._observer.came(request)
         scheduler = self.scheduler
         scheduler.kv.prepare(request)
-        if not self.config.takes_prompt(request.prompt_tokens):
+        if not self._takes(request):
             self.results.refused += not request.is_offline
             self.results.offline_refused += request.is_offline
             return
@@ -167,6 +167,12 @@ class SimServer:
         if not self._is_stepping:
             self._is_stepping = True
             self._events.push(now_s, Priority.STEP, None)
+
+    def _takes(self, request: SimRequest) -> bool:
+        """Whether its prompt fits, an offline one's beside what the reserve always keeps free."""
+        is_kept_out = request.prompt_tokens > self.scheduler.reserve.most_tokens
+        fits = self.config.takes_prompt(request.prompt_tokens)
+        return fits and not (request.is_offline and is_kept_out)
 
     def _see(self, request: SimRequest) -> None:
         """The scheduler takes a request in."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from echo_sgl.config import ReserveConfig
-from echo_sgl.engine.kv_limits import GROWTH_PARTS, OBSERVE_EVERY_S, KvLimits
+from echo_sgl.engine.kv_limits import GROWTH_PARTS, OBSERVE_EVERY_S, KvLimits, needed_tokens
 
 CAPACITY = GROWTH_PARTS * 100
 
@@ -42,6 +42,26 @@ def test_who_is_within_is_told_by_what_is_noted_last_once_it_was_looked_at():
     free = limits(active_tokens=CAPACITY - 10, min_tokens=10)
     free.observe(1.0, 500)
     assert free.is_within and not free.excess_tokens(2)
+
+
+def test_who_lacks_memory_though_it_is_alone_is_passed_over_until_there_is_enough():
+    """15,000 tokens and what they and others are yet to generate do not fit into 18,000."""
+    one = limits(active_tokens=CAPACITY - 18_000, min_tokens=100)
+    one.observe(1.0, CAPACITY - 18_000)
+    req = SimpleNamespace(seqlen=15_000)
+    assert one.could_start(req)
+    one.note_shortage(req, 4096 + 500)
+    assert needed_tokens(req) == 19_596 and not one.could_start(req)
+    one.observe(2.0, CAPACITY - 18_000 - 1700)
+    assert one.could_start(req)
+
+
+def test_who_lacks_more_than_there_is_comes_again_when_nobody_else_is_there():
+    one = limits(active_tokens=0, min_tokens=100)
+    one.observe(1.0, 0)
+    req = SimpleNamespace(seqlen=CAPACITY - 200)
+    one.note_shortage(req, 4096)
+    assert one.could_start(req)
 
 
 def test_of_a_model_with_sliding_windows_the_layers_without_count():

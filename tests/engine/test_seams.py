@@ -28,6 +28,7 @@ SUPPORTED = {
     "strip_thinking_cache": False,
     "scheduler_recv_interval": 1,
     "tp_size": 1,
+    "min_free_slots_delay": None,
     "radix_cache_backend": None,
     "radix_eviction_policy": "lru",
 }
@@ -80,6 +81,7 @@ def test_a_hook_that_did_not_take_is_found():
         ("enable_lmcache", True, "--enable-lmcache"),
         ("enable_flexkv", True, "--enable-flexkv"),
         ("strip_thinking_cache", True, "--strip-thinking-cache"),
+        ("min_free_slots_delay", 4, "--min-free-slots-delay"),
         ("radix_cache_backend", "mine", "--radix-cache-backend"),
         ("radix_eviction_policy", "lfu", "--radix-eviction-policy"),
     ],

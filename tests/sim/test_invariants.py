@@ -205,12 +205,13 @@ def _at_least(trace: Trace, num_tokens: int) -> Trace:
     return dataclasses.replace(trace, output_tokens=answers, max_new_tokens=512)
 
 
-def test_a_line_that_the_reserve_never_lets_in_ends_the_run_unfinished() -> None:
+def test_a_line_that_the_reserve_never_lets_in_is_refused_as_on_a_server() -> None:
     reserve = {"predictor": "off", "min_tokens": 2900, "max_share": 1.0, "window_s": 10.0}
     config = server({"reserve": reserve}, kv_tokens=3000)
     lines = offline_trace(2, num_prefixes=1)
     results = simulate(config, online_trace(1, rate_rps=1.0, most_tokens=50), lines)
-    assert (results.online_done, results.offline_done, results.unfinished) == (1, 0, 2)
+    assert (results.online_done, results.offline_done, results.unfinished) == (1, 0, 0)
+    assert results.offline_refused == 2
 
 
 def test_after_a_burst_lines_larger_than_the_reserve_leaves_run_one_at_a_time() -> None:

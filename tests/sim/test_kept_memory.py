@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 
 from echo_sgl.sim.server import SimServer
@@ -23,6 +24,7 @@ def kept_bytes(num_online: int) -> int:
     try:
         twin = SimServer(config, online, offline)
         twin.run()
+        gc.collect()  # what only refers to itself is not kept
         snapshot = tracemalloc.take_snapshot()
     finally:
         tracemalloc.stop()

@@ -109,6 +109,25 @@ def test_nobody_leaves_a_place_to_a_request_that_lacks_memory_too(
     assert asked == [small]
 
 
+def test_a_line_that_lacks_memory_though_it_is_alone_holds_up_nobody() -> None:
+    """Beside an online answer of hundreds of tokens there is room for short lines, not for it."""
+    lines = (500, 50, 50, 50)
+    offline = Trace(
+        Task.OFFLINE,
+        array("d", (0.5,)) * len(lines),
+        array("q", lines),
+        array("q", (5,)) * len(lines),
+        max_new_tokens=500,
+    )
+    online = Trace(
+        Task.ONLINE, array("d", (0.0,)), array("q", (900,)), array("q", (400,)), max_new_tokens=500
+    )
+    config = server({"offline": {"order": "fcfs"}}, kv_tokens=CAPACITY)
+    soon = simulate(config, online, offline, until_s=3.0)
+    assert (soon.online_done, soon.offline_done) == (0, 3)
+    assert simulate(config, online, offline).offline_done == 4
+
+
 @pytest.mark.parametrize("page_tokens", [1, 16])
 def test_a_prompt_that_is_cached_in_full_starts_on_an_idle_server_whatever_it_may_answer(
     page_tokens: int,

@@ -1,0 +1,62 @@
+"""Whose memory and place may be taken, and whose may not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from echo_sgl.engine.places import placed
+from echo_sgl.engine.retraction import first_out
+from echo_sgl.engine.roster import may_sit_out
+
+
+def request(rid: str, *, uncached: int = 10, offline: bool = True, **fields: Any) -> Any:
+    usual = {
+        "finished": lambda: False,
+        "to_finish": None,
+        "beam_group": None,
+        "session": None,
+        "return_logprob": False,
+        "output_ids": [1],
+        "seqlen": uncached,
+        "kv": SimpleNamespace(cache_protected_len=0),
+        "echo_sequence": 0,
+        "echo_terms": SimpleNamespace(is_offline=offline, due_s=lambda num: 0.0),
+    }
+    return SimpleNamespace(rid=rid, **usual | fields)
+
+
+def test_who_loses_the_least_goes_first_but_no_online_one():
+    running = [request("long", uncached=90), request("short"), request("online", offline=False)]
+    assert first_out([], running) == "short"
+    assert first_out([request("parked", uncached=500)], running) == "parked"
+    assert first_out([], running[2:]) is None
+
+
+def test_logprobs_that_are_on_their_way_are_waited_for():
+    """SGLang would give the next request of the step those of who was retracted meanwhile."""
+    scored, plain = request("scored", return_logprob=True), request("plain", uncached=90)
+    assert first_out([], [scored, plain]) == "scored"
+    assert first_out([], [scored, plain], launched=[scored, plain]) == "plain"
+    assert first_out([scored], [], launched=[scored]) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_able"),
+    [
+        ({}, True),
+        ({"session": SimpleNamespace(streaming=False)}, True),
+        ({"session": SimpleNamespace(streaming=True)}, False),
+        ({"finished": lambda: True}, False),
+        ({"to_finish": "abort"}, False),
+        ({"beam_group": object()}, False),
+    ],
+)
+def test_who_would_free_nothing_or_ends_keeps_what_it_holds(fields: dict[str, Any], is_able: bool):
+    """A streaming session keeps the row and the KV of a turn that is retracted."""
+    assert may_sit_out(request("a", **fields)) is is_able
+    online = request("b", offline=False, **fields)
+    assert bool(list(placed([online]))) is is_able
+    assert (first_out([], [request("a", **fields)]) == "a") is is_able
