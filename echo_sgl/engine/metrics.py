@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from echo_sgl.engine.cache_metrics import CacheMetrics
 from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.settings import active_config
 from echo_sgl.engine.step_metrics import StepMetrics
 from echo_sgl.engine.tasks import task_of_input
 from echo_sgl.types import Task
 
 if TYPE_CHECKING:
+    from echo_sgl.config import SloConfig
     from echo_sgl.engine.kv_limits import KvLimits
     from echo_sgl.engine.step_control import StepControl
     from echo_sgl.engine.tree_core import EchoTreeCore
@@ -42,7 +44,8 @@ class RequestMetrics:
     tpot_s: Any
 
     @classmethod
-    def create(cls) -> RequestMetrics:
+    def create(cls, slo: SloConfig) -> RequestMetrics:
+        """Errors: those of prometheus_client, where they were made before in this process."""
         from prometheus_client import Counter, Histogram
 
         by_task = ["task"]
@@ -65,13 +68,13 @@ class RequestMetrics:
                 "echo_sgl_ttft_seconds",
                 "Time from a request's arrival to its first token.",
                 by_task,
-                buckets=TTFT_BUCKETS_S,
+                buckets=buckets_s(TTFT_BUCKETS_S, slo.ttft_s),
             ),
             tpot_s=Histogram(
                 "echo_sgl_tpot_seconds",
                 "Mean time per output token after the first, one value per request.",
                 by_task,
-                buckets=TPOT_BUCKETS_S,
+                buckets=buckets_s(TPOT_BUCKETS_S, slo.tpot_s),
             ),
         )
         metrics._show_zeros()
@@ -90,6 +93,15 @@ class RequestMetrics:
                 metric.labels(task)
             for outcome in OUTCOMES:
                 self.requests.labels(task, outcome)
+
+
+def buckets_s(bounds_s: tuple[float, ...], promised_s: float) -> tuple[float, ...]:
+    """The bounds with a promise (s; 0: none) as one of them.
+
+    Steps are as long as promises allow, so most times lie just below one: within a bucket a
+    quantile is a guess, and beyond the promise it would be a false alarm.
+    """
+    return tuple(sorted({*bounds_s, promised_s} - {0.0}))
 
 
 class SchedulerMetrics:
@@ -178,7 +190,8 @@ class _NoSchedulerMetrics(SchedulerMetrics):
 
 def create_request_metrics(result: Any, manager: Any) -> None:
     """After the tokenizer manager made its own collector: make ours beside it."""
-    manager.echo_metrics = RequestMetrics.create() if manager.enable_metrics else None
+    slo = active_config().slo
+    manager.echo_metrics = RequestMetrics.create(slo) if manager.enable_metrics else None
 
 
 def observe_output(result: Any, manager: Any, state: Any, recv_obj: Any, i: int) -> None:

@@ -158,6 +158,15 @@ RELIED_ON = (
 )
 
 
+_WEIGHT_UPDATES = {
+    "update_weights_from_disk": "self obj request",
+    "update_weights_from_distributed": "self obj request",
+    "update_weights_from_tensor": "self obj request",
+    "update_weights_from_ipc": "self obj request",
+    "_weight_update_session_call": "self communicator obj",
+}
+
+
 def _scheduler() -> Any:
     from echo_sgl.engine.scheduler import EchoScheduler
 
@@ -243,6 +252,10 @@ HOOKS = (
         Seam(f"{_TOKENIZER_MODULE}.SignalHandler.sigterm_handler", "self signum frame"),
         "after",
         _ours("shutdown.end_offline_requests"),
+    ),
+    *(
+        Hook(Seam(f"{_TOKENIZER}.{name}", parameters), "around", _ours("weights.hand_back_offline"))
+        for name, parameters in _WEIGHT_UPDATES.items()
     ),
     Hook(
         Seam(

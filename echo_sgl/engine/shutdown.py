@@ -20,13 +20,17 @@ def end_offline_requests(result: Any, handler: Any, *signal_args: Any, **kwargs:
     """After SGLang began to drain: abort what is offline, pooled or running, let no more in."""
     begin_stop()
     OfflineTurns.is_stopping = True
-    manager = handler.tokenizer_manager
+    abort_offline(handler.tokenizer_manager, STOPPING)
+
+
+def abort_offline(manager: Any, message: str) -> None:
+    """End all offline requests that the scheduler has, with 503 and this message."""
     reason = {
         "type": "abort",
         "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-        "message": STOPPING,
+        "message": message,
     }
     for rid, state in list(manager.rid_to_state.items()):
         if is_offline_input(state.obj):
-            abort = AbortReq(rid=rid, abort_message=STOPPING, finished_reason=reason)
+            abort = AbortReq(rid=rid, abort_message=message, finished_reason=reason)
             manager._dispatch_to_scheduler(abort)

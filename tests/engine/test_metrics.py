@@ -8,8 +8,12 @@ import shutil
 import subprocess
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from echo_sgl.engine.metrics import outcome_of
+from echo_sgl.cli.samples import Samples
+from echo_sgl.engine.metrics import TTFT_BUCKETS_S, buckets_s, outcome_of
 from eval.server import LOCAL
 from tests.engine.traffic import FLEX, completion, documents, metric, post, send_all, wait_until
 
@@ -46,6 +50,28 @@ def test_every_series_is_there_before_its_first_event(echo_server):
         for task in ("online", "offline"):
             series = rf'echo_sgl_requests_total{{outcome="{outcome}",task="{task}"}} \d'
             assert re.search(series, page)
+
+
+@given(st.floats(0.001, 100.0), st.lists(st.floats(0.5, 1.0), min_size=1, max_size=50))
+def test_a_p99_is_not_above_a_promise_that_all_requests_kept(
+    promised_s: float, shares: list[float]
+) -> None:
+    registry = CollectorRegistry()
+    bounds_s = buckets_s(TTFT_BUCKETS_S, promised_s)
+    assert set(TTFT_BUCKETS_S) < {*bounds_s, 0.0} and list(bounds_s) == sorted(set(bounds_s))
+    times = Histogram("echo_sgl_ttft_seconds", "x", buckets=bounds_s, registry=registry)
+    for share in shares:
+        times.observe(share * promised_s)
+    samples = Samples.parse(generate_latest(registry).decode())
+    assert samples.quantile("ttft_seconds", 0.99) <= promised_s
+    assert buckets_s(TTFT_BUCKETS_S, 0.0) == TTFT_BUCKETS_S
+
+
+@ours
+def test_what_is_promised_is_a_bound_of_the_histograms(tight_server):
+    page = LOCAL.get(f"{tight_server.url}/metrics").text
+    for name, promised_s in (("ttft", 0.001), ("tpot", 1e-06)):
+        assert f'echo_sgl_{name}_seconds_bucket{{le="{promised_s}",task="online"}}' in page
 
 
 @ours
