@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,13 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
         str | None,
         typer.Option(help="Sent as bearer token.", envvar=["ECHO_SGL_API_KEY", "OPENAI_API_KEY"]),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a server that has one.  [default: the API key]",
+            envvar="ECHO_SGL_ADMIN_API_KEY",
+        ),
+    ] = None,
 ) -> None:
     """Find the largest budget per step that keeps an SLO, by replays on an idle server.
 
@@ -64,21 +72,29 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     targets = read_slo(slo)
     stored = stored_preset(output) if check else None
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output} is in a folder that does not exist")
+    if not check:
+        require_preset_path(output)
     read = read_trace_file(trace, skip_empty=skip_empty)
     for warning in read.warnings:
         typer.echo(f"warning: {warning}", err=True)
     requests = read.trace.between(0.0, seconds * speed)
     replayer = Replayer(
-        server_root(url), api_key, requests, jobs=jobs, speed=speed, rng=random.Random(seed)
+        server_root(url),
+        api_key,
+        requests,
+        jobs=jobs,
+        speed=speed,
+        rng=random.Random(seed),
+        admin_api_key=admin_api_key,
     )
     running = replayer.config
     require_budget(running)
     require_same(stored or running, running, output)
     search = run_search(replayer, targets, stored_s=stored.steps.budget_s if stored else None)
-    table = list(evidence(search))
+    table, notes = list(evidence(search)), list(replayer.load.notes())
     typer.echo("\n".join(table))
+    for note in notes:
+        typer.echo(f"warning: {note}", err=True)
     if search.budget_s is None:
         typer.echo(f"echo-sgl: {refusal(search)}", err=True)
         raise typer.Exit(NOT_KEPT_EXIT)
@@ -87,7 +103,7 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
             typer.echo(f"no budget up to {search.budget_s:.4g} s broke the SLO", err=True)
         load = f"{trace.name}, {seconds:g} s at speed {speed:g}"
         work = jobs.name if jobs else "synthetic lines"
-        facts = [*provenance(replayer), f"online: {load}; offline: {work}"]
+        facts = [*provenance(replayer), f"online: {load}; offline: {work}", *notes]
         write_preset(output, running, search.budget_s, [*facts, *table])
 
 
@@ -112,6 +128,26 @@ def stored_preset(output: Path) -> EchoConfig:
             "find one without --check"
         )
     return stored
+
+
+def require_preset_path(output: Path) -> None:
+    """Errors: `ConfigError` when no preset can be written there, or what is there is none."""
+    from echo_sgl.config import load_config
+
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output} is in a folder that does not exist")
+    if not output.exists():
+        if not os.access(output.parent, os.W_OK):
+            raise ConfigError(f"--output {output} is in a folder that cannot be written to")
+        return
+    try:
+        load_config(output)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--output {output} is there and no preset, so it is not replaced ({error})"
+        ) from error
+    if not os.access(output, os.W_OK):
+        raise ConfigError(f"--output {output} cannot be written to")
 
 
 def require_budget(running: EchoConfig) -> None:

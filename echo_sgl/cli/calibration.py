@@ -281,14 +281,15 @@ def host_gaps(notes: Sequence[Note]) -> list[tuple[int, float]]:
 def wait_until_up(url: str) -> None:
     """Return when the server is healthy, or its launcher, our parent, is gone.
 
-    Errors: `StepsError` in the latter case.
+    Errors: `StepsError` in the latter case; those of `open_blocking_client`.
     """
     parent = os.getppid()
-    while os.getppid() == parent:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=REQUEST_TIMEOUT_S).status_code == httpx.codes.OK:
-                return
-        time.sleep(POLL_S)
+    with open_blocking_client(url, None, REQUEST_TIMEOUT_S) as client:
+        while os.getppid() == parent:
+            with contextlib.suppress(httpx.TransportError):
+                if client.get("/health").status_code == httpx.codes.OK:
+                    return
+            time.sleep(POLL_S)
     raise StepsError(f"the server at {url} ended before it was up")
 
 

@@ -54,6 +54,7 @@ ChunkedPrefillTokens = Annotated[int, typer.Option(help="SGLang's.", min=1)]
 DisableOverlapSchedule = Annotated[
     bool, typer.Option("--disable-overlap-schedule", help="SGLang's; on a CPU it is off.")
 ]
+EnableMixedChunk = Annotated[bool, typer.Option("--enable-mixed-chunk", help="SGLang's.")]
 SkipEmpty = Annotated[bool, typer.Option("--skip-empty", help="Leave out requests that failed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -74,6 +75,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     max_running_requests: MaxRunningRequests = 256,
     chunked_prefill_tokens: ChunkedPrefillTokens = 8192,
     disable_overlap_schedule: DisableOverlapSchedule = False,
+    enable_mixed_chunk: EnableMixedChunk = False,
     skip_empty: SkipEmpty = False,
     as_json: AsJson = False,
 ) -> None:
@@ -106,6 +108,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         "max_running_requests": max_running_requests,
         "chunked_prefill_tokens": chunked_prefill_tokens,
         "overlap": not disable_overlap_schedule,
+        "enable_mixed_chunk": enable_mixed_chunk,
     }
     devices = _devices(measured, resources[0].kv_tokens, echo, settings)
     found, points = _simulate(devices, read.trace, offline, targets, resources, prices, multiples)
@@ -240,8 +243,8 @@ def describe_rules(name: str, given: EchoConfig, planned: EchoConfig) -> str:
     if planned != given:
         slo = planned.slo
         return (
-            f"config {name} with [slo] ttft_s = {slo.ttft_s:g}, tpot_s = {slo.tpot_s:g}: write "
-            "these into the servers' config"
+            f"config {name} with [slo] ttft_s = {slo.ttft_s:g}, tpot_s = {slo.tpot_s:g}, [steps] "
+            f'limit = "{planned.steps.limit}": write these into the servers\' config'
         )
     if given.slo.ttft_s and given.slo.tpot_s:
         return f"config {name} with its own promises"

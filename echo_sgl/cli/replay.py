@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import itertools
 import json
 import math
@@ -18,33 +17,24 @@ from typing import Any
 import httpx
 import numpy as np
 
-from echo_sgl.batches.lines import LineError, is_blank, parse_line
 from echo_sgl.cli.connection import bearer, open_client
-from echo_sgl.cli.server_route import failure
+from echo_sgl.cli.replay_load import OfflineBody, ReplayError, ReplayLoad
+from echo_sgl.cli.server_route import MAX_SHOWN_CHARS, failure
 from echo_sgl.cli.steps import StepsError, fetch_steps
 from echo_sgl.config import EchoConfig, parse_config
-from echo_sgl.errors import EchoError
 from echo_sgl.estimators.budget import Measurement, Target
-from echo_sgl.sim.trace_files import TraceFileError
 from echo_sgl.sim.workload import Trace
-from echo_sgl.types import OFFLINE_SERVICE_TIER
 
 DRAIN_S = 120.0
 IDLE_TIMEOUT_S = 300.0
 IDLE_POLL_S = 0.5
 OFFLINE_WINDOW, WARM_UP_REQUESTS = 64, 16
-MAX_JOB_LINES = 50_000
-FIRST_TOKEN_ID = 16
 # A server that has too much to do says so; whom it turns away waits for ever.
 REFUSED = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
-# Of synthetic offline work: documents that several requests in turn ask about.
-DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, QUESTIONS = 512, 64, 64, 8
-Body = tuple[str, dict[str, Any]]
-"""Where to post, and what."""
-
-
-class ReplayError(EchoError, RuntimeError):
-    """A replay cannot tell how long requests take; the message says why."""
+# What it says of an offline line that it never takes, and how long it is left alone when busy.
+UNFIT = {httpx.codes.BAD_REQUEST, httpx.codes.NOT_FOUND, httpx.codes.UNPROCESSABLE_ENTITY}
+RETRY_S = 0.5
+KEY_REFUSED = {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}
 
 
 @dataclass(slots=True)
@@ -83,31 +73,27 @@ class Replayer:
         jobs: Path | None,
         speed: float,
         rng: random.Random,
+        admin_api_key: str | None = None,
     ) -> None:
-        self._url, self._api_key, self._random = url, api_key, rng
+        self._url, self._api_key = url, api_key
+        self._admin_api_key = admin_api_key or api_key
         replicas = fetch_steps(url, api_key)
         if len(replicas) != 1:
             raise StepsError(f"the server has {len(replicas)} replicas; search on one of them")
         self.server: dict[str, Any] = replicas[0]["server"]
         self.config: EchoConfig = parse_config(replicas[0]["config"])
-        columns = trace.at_s, trace.prompt_tokens, trace.output_tokens
-        self._arrivals = [
-            (at_s / speed, *self._cut(prompt_tokens, output_tokens))
-            for at_s, prompt_tokens, output_tokens in zip(*columns, strict=True)
-        ]
-        self._blocks, self._block_tokens = trace.blocks, trace.block_tokens
-        self._lines = read_job(jobs) if jobs else None
+        self.load = ReplayLoad(trace, self.server, jobs=jobs, speed=speed, rng=rng)
         self._is_warm = False
 
     @property
     def seconds(self) -> float:
         """How long requests arrive for."""
-        return max(1.0, self._arrivals[-1][0])
+        return max(1.0, self.load.arrivals[-1][0])
 
     def measure(self, budget_s: float, targets: Sequence[Target]) -> Measurement:
         """One replay under a budget; 0 leaves the offline work out."""
         if budget_s > 0:
-            set_budget(self._url, self._api_key, budget_s)
+            set_budget(self._url, self._admin_api_key, budget_s)
         if not self._is_warm:
             asyncio.run(self._warm_up())
         asyncio.run(self._settle())
@@ -119,22 +105,22 @@ class Replayer:
         self._is_warm = True
         await self._settle()
         async with open_client(self._url, self._api_key, WARM_UP_REQUESTS) as client:
-            bodies = itertools.islice(self._online_bodies(), WARM_UP_REQUESTS)
+            bodies = itertools.islice(self.load.online_bodies(), WARM_UP_REQUESTS)
             now_s, outcome = time.monotonic(), Outcome()
             await asyncio.gather(*(_online(client, body, now_s, outcome) for body in bodies))
 
     async def _replay(self, *, has_offline: bool) -> Outcome:
         outcome = Outcome()
         async with open_client(self._url, self._api_key, 10_000) as client:
-            offline = self._offline_bodies() if has_offline else iter(())
+            offline = self.load.offline_bodies() if has_offline else iter(())
             async with _background(
                 self._offline(client, offline, outcome) for _ in range(OFFLINE_WINDOW)
             ):
-                bodies = list(self._online_bodies())
+                bodies = list(self.load.online_bodies())
                 start_s = time.monotonic()
                 tasks = [
                     asyncio.create_task(_online(client, body, start_s + at_s, outcome))
-                    for (at_s, _, _), body in zip(self._arrivals, bodies, strict=True)
+                    for (at_s, _, _), body in zip(self.load.arrivals, bodies, strict=True)
                 ]
                 await asyncio.wait(
                     tasks, timeout=self.seconds + DRAIN_S, return_when=asyncio.FIRST_EXCEPTION
@@ -151,47 +137,18 @@ class Replayer:
         return outcome
 
     async def _offline(
-        self, client: httpx.AsyncClient, bodies: Iterator[Body], outcome: Outcome
+        self, client: httpx.AsyncClient, bodies: Iterator[OfflineBody], outcome: Outcome
     ) -> None:
-        for url, body in bodies:
-            answer = (await client.post(url, json=body)).raise_for_status().json()
-            usage = answer.get("usage") or answer["meta_info"]
-            outcome.offline_tokens += usage["prompt_tokens"] + usage.get("completion_tokens", 0)
-
-    def _offline_bodies(self) -> Iterator[Body]:
-        if self._lines is not None:
-            flex = {"service_tier": OFFLINE_SERVICE_TIER}
-            yield from ((url, body | flex) for url, body in itertools.cycle(self._lines))
-        while True:
-            document = self._tokens(DOCUMENT_TOKENS)
-            for _ in range(QUESTIONS):
-                prompt = document + self._tokens(QUESTION_TOKENS)
-                cut, output = self._cut(len(prompt), ANSWER_TOKENS)
-                tier = {"service_tier": OFFLINE_SERVICE_TIER}
-                yield "/generate", _generate_body(prompt[:cut], output, custom_params=tier)
-
-    def _online_bodies(self) -> Iterator[dict[str, Any]]:
-        """Requests of a replay: their prompts share what those of the trace do."""
-        texts: dict[int, list[int]] = {}
-        for place, (_, num_tokens, output_tokens) in enumerate(self._arrivals):
-            prompt: list[int] = []
-            for block in self._blocks[place] if self._blocks else ():
-                if len(prompt) >= num_tokens:
-                    break
-                if block not in texts:
-                    texts[block] = self._tokens(self._block_tokens)
-                prompt += texts[block]
-            prompt += self._tokens(num_tokens - len(prompt))
-            yield _generate_body(prompt[:num_tokens], output_tokens) | {"stream": True}
-
-    def _cut(self, prompt_tokens: int, output_tokens: int) -> tuple[int, int]:
-        """Lengths that the server takes: the trace may come from a larger model."""
-        limit = min(self.server["max_context_tokens"], self.server["max_total_tokens"] // 2) - 1
-        output_tokens = min(output_tokens, limit // 2)
-        return min(prompt_tokens, limit - output_tokens), output_tokens
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(FIRST_TOKEN_ID, self.server["vocab"]) for _ in range(count)]
+        for url, body, line in bodies:
+            reply = await client.post(url, json=body)
+            if reply.status_code in REFUSED:
+                await asyncio.sleep(RETRY_S)
+            elif line and reply.status_code in UNFIT:
+                self.load.refuse(line, reply.text[:MAX_SHOWN_CHARS])
+            else:
+                answer = reply.raise_for_status().json()
+                usage = answer.get("usage") or answer["meta_info"]
+                outcome.offline_tokens += usage["prompt_tokens"] + usage.get("completion_tokens", 0)
 
     async def _settle(self) -> None:
         """Wait until the server is idle and forget what it cached, so that replays are alike."""
@@ -211,10 +168,11 @@ class Replayer:
 
     async def _empty_cache(self) -> None:
         try:
-            async with open_client(self._url, self._api_key, 1) as client:
+            async with open_client(self._url, self._admin_api_key, 1) as client:
                 reply = await client.post("/flush_cache")
         except httpx.RequestError as error:
             raise _lost(self._url, error) from error
+        _require_key(f"{self._url}/flush_cache", reply)
         if reply.status_code != httpx.codes.OK:
             raise ReplayError(
                 f"{self._url}/flush_cache answers {reply.status_code}: {reply.text[:300]}. With "
@@ -233,6 +191,7 @@ def set_budget(url: str, api_key: str | None, budget_s: float) -> None:
         )
     except httpx.RequestError as error:
         raise _lost(url, error) from error
+    _require_key(f"{url}/echo/budget", reply)
     if reply.status_code >= 500:
         raise ReplayError(failure(f"{url}/echo/budget", reply))
     if reply.status_code != httpx.codes.OK:
@@ -242,36 +201,19 @@ def set_budget(url: str, api_key: str | None, budget_s: float) -> None:
         )
 
 
+def _require_key(address: str, reply: httpx.Response) -> None:
+    if reply.status_code in KEY_REFUSED:
+        raise ReplayError(
+            f"{address} answers {reply.status_code}: it wants the server's admin key, where it has "
+            "one, else its API key. Give it with --admin-api-key"
+        )
+
+
 def _lost(url: str, error: httpx.RequestError) -> ReplayError:
     return ReplayError(
         f"the server at {url} failed meanwhile: {str(error) or type(error).__name__}. Search again "
         "when it is back"
     )
-
-
-def read_job(path: Path) -> list[Body]:
-    """The lines of a job file, for load; a byte order mark and blank lines are skipped.
-
-    Errors: `TraceFileError` names the first bad line.
-    """
-    try:
-        with path.open("rb") as file:
-            raw = list(itertools.islice(file, MAX_JOB_LINES))
-    except OSError as error:
-        raise TraceFileError(f"job file {path} cannot be read: {error.strerror}") from error
-    lines = []
-    for number, whole in enumerate(raw, 1):
-        content = whole.removeprefix(codecs.BOM_UTF8) if number == 1 else whole
-        if is_blank(content):
-            continue
-        try:
-            line = parse_line(content.rstrip(b"\r\n"))
-        except LineError as error:
-            raise TraceFileError(f"job file {path}, line {number}: {error}") from error
-        lines.append((line.url, dict(line.body)))
-    if not lines:
-        raise TraceFileError(f"job file {path} is empty; leave --jobs out for synthetic lines")
-    return lines
 
 
 async def _online(
@@ -310,11 +252,6 @@ def _num_tokens(line: str) -> int:
     if "error" in chunk:
         raise ReplayError(f"the server answers {chunk['error']}")
     return int(chunk["meta_info"]["completion_tokens"])
-
-
-def _generate_body(prompt: list[int], output_tokens: int, **sampling: Any) -> dict[str, Any]:
-    options = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True, **sampling}
-    return {"input_ids": prompt, "sampling_params": options}
 
 
 def _statistic(values_s: Sequence[float], statistic: str) -> float:

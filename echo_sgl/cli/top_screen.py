@@ -21,6 +21,7 @@ KINDS = ("prefill", "decode", "mixed")
 EVIDENCE = {0.0: "too little", 1.0: "old", 2.0: "fresh"}
 STATUSES = ("validating", "in_progress", "paused", "finalizing", "cancelling")
 PROMISED = "promised"
+EXACT_NUMBER, EXACT_RATE = 100_000, 1000
 
 
 def screen(url: str, look: Look) -> RenderableType:
@@ -129,7 +130,7 @@ def _park_facts(look: Look) -> Sequence[tuple[str, str]]:
     now, recent = look.now, look.recent
     return (
         ("now", _number(now.total("parked_requests"))),
-        ("parks", _count(look, recent.total("parks_total"))),
+        ("parks", _count(look, recent.total("parks_total", task=Task.OFFLINE))),
         ("resumes", _count(look, recent.total("resumes_total"))),
         ("prefills set aside", _count(look, recent.total("parked_prefills_total"))),
         ("retractions", _count(look, recent.total("retractions_total"))),
@@ -163,9 +164,13 @@ def _job_facts(look: Look) -> Sequence[tuple[str, str]]:
 
 
 def _table(*heads: str) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left")
+    """Ten columns fit into a terminal of 80 characters: heads take two lines."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left", min_width=8)
+        justify = "right" if number else "left"
+        table.add_column(
+            head.replace(" ", "\n", 1), justify=justify, vertical="bottom", overflow="fold"
+        )
     return table
 
 
@@ -173,11 +178,18 @@ def _count(look: Look, value: float) -> str:
     """A count since the start, or a rate per second over the last interval."""
     if look.interval_s is None:
         return _number(value)
-    return NOTHING if math.isnan(value) else f"{value / look.interval_s:,.1f}"
+    per_s = value / look.interval_s
+    return _number(per_s) if per_s >= EXACT_RATE or math.isnan(per_s) else f"{per_s:,.1f}"
 
 
 def _number(value: float) -> str:
-    return NOTHING if math.isnan(value) else f"{value:,.0f}"
+    """Up to five digits as they are, of more the first three."""
+    if math.isnan(value):
+        return NOTHING
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= max(size, EXACT_NUMBER):
+            return f"{float(f'{value / size:.3g}'):g}{unit}"
+    return f"{value:,.0f}"
 
 
 def _percent(value: float) -> str:

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from echo_sgl.cli.budget import evidence, refusal, require_same, write_preset
 from echo_sgl.cli.preset_file import preset_text
-from echo_sgl.cli.replay import Outcome, Replayer, ReplayError, _online, read_job
+from echo_sgl.cli.replay import Outcome, Replayer, _online
+from echo_sgl.cli.replay_load import ReplayError, ReplayLoad, read_job
 from echo_sgl.config import EchoConfig, load_config, parse_config, resolve_config_path
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.budget import BudgetSearch, Measurement, Trial, parse_slo
@@ -62,6 +63,49 @@ def test_a_bad_job_line_is_refused_by_its_number(tmp_path):
         read_job(job)
     with pytest.raises(TraceFileError, match="is empty"):
         read_job(trace_file(tmp_path, "", "none.jsonl"))
+
+
+def load_for(
+    trace: Trace, *, context_tokens: int = 1000, pool_tokens: int = 20_000, jobs: Path | None = None
+) -> ReplayLoad:
+    server = {"max_context_tokens": context_tokens, "max_total_tokens": pool_tokens, "vocab": 500}
+    return ReplayLoad(trace, server, jobs=jobs, speed=1.0, rng=random.Random(0))
+
+
+def lengths(*pairs: tuple[int, int]) -> Trace:
+    prompts, answers = zip(*pairs, strict=True)
+    times = array("d", (0.0 for _ in pairs))
+    return Trace(Task.ONLINE, times, array("q", prompts), array("q", answers))
+
+
+def test_what_a_server_takes_of_a_trace_is_sent_as_it_is_and_the_rest_is_told() -> None:
+    load = load_for(lengths((900, 98), (10, 500), (5000, 10), (800, 500)))
+    assert [one[1:] for one in load.arrivals] == [(900, 98), (10, 500), (993, 5), (800, 198)]
+    assert [len(body["input_ids"]) for body in load.online_bodies()] == [900, 10, 993, 800]
+    [note] = load.notes()
+    assert note.startswith("2 of 4 requests of the trace are longer than the server takes, 1,000")
+    assert not list(load_for(lengths((900, 98))).notes())
+    [small] = load_for(lengths((5000, 10)), pool_tokens=600).arrivals
+    assert small[1:] == (593, 5)
+
+
+def test_a_refused_line_of_a_job_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.jsonl", [completion_line(name) for name in "abc"])
+    load = load_for(lengths((9, 2)), jobs=job)
+    bodies = load.offline_bodies()
+    assert [next(bodies).line for _ in range(4)] == [1, 2, 3, 1]
+    load.refuse(2, "too long")
+    assert [next(bodies).line for _ in range(4)] == [3, 1, 3, 1]
+    assert list(load.notes()) == [
+        "the server refuses 1 of 3 lines of the job, first line 2: too long"
+    ]
+
+
+def test_synthetic_lines_leave_room_in_a_small_pool() -> None:
+    bodies = load_for(lengths((9, 2)), pool_tokens=600).offline_bodies()
+    sent = [next(bodies) for _ in range(20)]
+    assert {len(one.body["input_ids"]) for one in sent} == {236}
+    assert not any(one.line for one in sent)
 
 
 # Statistics
@@ -249,6 +293,21 @@ def test_a_replay_on_a_real_server_times_every_request(server: Server):
     assert measured.num_requests == 6 and measured.offline_tokens_per_s == 0.0
     assert 0 < values["ttft_mean"] <= values["ttft_p99"] < 60
     assert 0 < values["tpot_p50"] < 60
+
+
+@pytest.mark.server
+def test_the_longest_request_that_a_server_takes_is_sent_as_it_is(server: Server) -> None:
+    """One that is longer is sent as long as that; neither is refused, as one more token is."""
+    trace = lengths((10**6, 10**6), (30, 10**6))
+    replayer = Replayer(server.url, None, trace, jobs=None, speed=1.0, rng=random.Random(0))
+    longest, answer = replayer.load.online_bodies()
+    replayer.measure(0.0, parse_slo("ttft_p99=100s"))
+    facts = replayer.server
+    most = min(facts["max_context_tokens"], facts["max_total_tokens"])
+    assert len(longest["input_ids"]) == most - 7
+    assert answer["sampling_params"]["max_new_tokens"] == most - 2 - 30
+    refused = longest | {"input_ids": [*longest["input_ids"], 20, 20], "stream": False}
+    assert LOCAL.post(f"{server.url}/generate", json=refused, timeout=60).status_code == 400
 
 
 @pytest.mark.server

@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 from echo_sgl.cli import app
 from echo_sgl.cli.batch_client import AwayError, BatchClient, BatchServiceError
 from echo_sgl.cli.batch_service import endpoint_of
+from echo_sgl.cli.calibration import wait_until_up
 from echo_sgl.cli.connection import ApiKeyError, ProxyError
-from echo_sgl.cli.replay import Replayer, ReplayError, read_job
+from echo_sgl.cli.replay import Replayer, set_budget
+from echo_sgl.cli.replay_load import ReplayError, read_job
 from echo_sgl.cli.server_route import ServerRouteError
 from echo_sgl.errors import EchoError
 from echo_sgl.sim.workload import Trace
@@ -60,6 +62,7 @@ class OddServer:
         self.url = ""
         self.usual: tuple[int, str] | None = (200, "{}")
         self.paths: dict[str, tuple[int, str] | None] = {}
+        self.keys: dict[str, str | None] = {}  # what was last sent to each as `Authorization`
 
 
 @pytest.fixture
@@ -69,7 +72,9 @@ def odd() -> Iterator[OddServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            answer = server.paths.get(self.path.partition("?")[0], server.usual)
+            path = self.path.partition("?")[0]
+            answer = server.paths.get(path, server.usual)
+            server.keys[path] = self.headers.get("Authorization")
             if answer is None:
                 return
             self.send_response(answer[0])
@@ -339,8 +344,10 @@ def test_a_proxy_that_cannot_be_used_is_named_as_what_is_wrong(
     ("path", "answer", "said"),
     [
         ("/flush_cache", (404, "Not Found"), "/flush_cache answers 404: Not Found"),
+        ("/flush_cache", (401, "no"), "flush_cache answers 401.*admin key.*--admin-api-key"),
         ("/flush_cache", None, "failed meanwhile: Server disconnected"),
         ("/echo/budget", (404, "Not Found"), "/echo/budget answers 404"),
+        ("/echo/budget", (403, "no"), "budget answers 403.*admin key.*--admin-api-key"),
         ("/echo/budget", (500, "out of order"), "500: out of order. The server, or a proxy"),
         ("/echo/budget", None, "failed meanwhile: Server disconnected"),
     ],
@@ -354,3 +361,61 @@ def test_a_server_that_fails_between_replays_is_reported(
     replayer = Replayer(odd.url, None, trace, jobs=None, speed=1.0, rng=Random(0))
     with pytest.raises(ReplayError, match=said):
         replayer.measure(0.1, ())
+
+
+def test_what_moves_a_server_is_asked_with_its_admin_key(odd: OddServer) -> None:
+    chunk = json.dumps({"meta_info": {"completion_tokens": 1}})
+    odd.paths = {
+        "/echo/steps": (200, json.dumps({"replicas": [REPLICA]})),
+        "/generate": (200, f"data: {chunk}"),
+    }
+    trace = Trace(Task.ONLINE, array("d", [0.0]), array("q", [9]), array("q", [2]))
+    replayer = Replayer(
+        odd.url, "usual", trace, jobs=None, speed=1.0, rng=Random(0), admin_api_key="admin"
+    )
+    replayer.measure(0.0, ())
+    set_budget(odd.url, "admin", 0.1)
+    assert odd.keys["/echo/budget"] == odd.keys["/flush_cache"] == "Bearer admin"
+    assert odd.keys["/echo/steps"] == odd.keys["/generate"] == "Bearer usual"
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_lines_that_the_server_never_takes_are_left_out_and_told(
+    odd: OddServer, folder: Path, status: int
+) -> None:
+    write_job(folder / "jobs.jsonl", [completion_line("a"), completion_line("b")])
+    odd.paths = {
+        "/echo/steps": (200, json.dumps({"replicas": [REPLICA]})),
+        "/v1/completions": (status, "too long for the context"),
+    }
+    trace = Trace(Task.ONLINE, array("d", [0.0, 1.0]), array("q", [9, 9]), array("q", [2, 2]))
+    replayer = Replayer(odd.url, None, trace, jobs=Path("jobs.jsonl"), speed=1.0, rng=Random(0))
+    said = "the server refuses 2 of 2 lines of the job, first line 1: too long for the context"
+    with pytest.raises(ReplayError, match=f"no line of the job is left: {said}"):
+        replayer.measure(0.1, ())
+    assert list(replayer.load.notes()) == [said]
+
+
+def test_a_proxy_that_cannot_be_used_ends_the_wait_for_a_server(
+    odd: OddServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    with pytest.raises(ProxyError, match="ALL_PROXY names cannot be used"):
+        wait_until_up(odd.url)
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("azure.csv", "azure.csv is there and no preset, so it is not replaced"),
+        ("folder", "folder is there and no preset"),
+        ("nowhere/new.toml", "folder that does not exist"),
+    ],
+)
+def test_a_budget_is_not_searched_for_where_it_cannot_be_kept(
+    odd: OddServer, folder: Path, output: str, said: str
+) -> None:
+    with pytest.raises(EchoError, match=said):
+        run(odd, BUDGET.replace("new.toml", output))
+    assert not odd.keys
+    assert (folder / "azure.csv").read_text() == AZURE

@@ -212,7 +212,7 @@ def test_a_line_that_is_under_way_at_the_end_counts_as_far_as_it_is(
 @pytest.mark.parametrize(
     ("slo", "said"),
     [
-        ("ttft_p99=1s,tpot_p99=50ms", "config echo with [slo] ttft_s = 1, tpot_s = 0.05: write"),
+        ("ttft_p99=1s,tpot_p99=50ms", "config echo with [slo] ttft_s = 1, tpot_s = 0.05, [steps]"),
         ("ttft_p99=1s", "config echo without promises"),
     ],
 )
@@ -220,6 +220,29 @@ def test_the_plan_says_what_the_servers_promise(files: dict[str, str], slo: str,
     assert said in run(files, "--kv-tokens", "40000", slo=slo)[1]
     plan = json.loads(run(files, "--kv-tokens", "40000", "--json", slo=slo)[1])
     assert plan["rules"].startswith(said)
+
+
+def test_mixed_chunks_are_simulated_where_the_servers_have_them(files: dict[str, str]) -> None:
+    options = ("--jobs", files["jobs.jsonl"], "--kv-tokens", "40000", "--json")
+    plain, mixed = (
+        json.loads(run(files, *options, *more)[1]) for more in ((), ("--enable-mixed-chunk",))
+    )
+    assert plain["whole"]["steps"] != mixed["whole"]["steps"]
+
+
+def test_a_cached_prompt_is_not_blamed_on_the_device(files: dict[str, str], tmp_path: Path) -> None:
+    """All of these share their prompts: it is answers that take the time."""
+    trace = tmp_path / "shared.jsonl"
+    lengths = {"input_length": 4096, "output_length": 60, "hash_ids": list(range(8))}
+    rows = ({"timestamp": 400 * i, **lengths} for i in range(200))
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    alone = {**files, "trace.csv": str(tmp_path / "alone.csv")}
+    text = "".join(f"{0.4 * i},4096,60\n" for i in range(200))
+    Path(alone["trace.csv"]).write_text("t_s,context_tokens,generated_tokens\n" + text)
+    slo = "ttft_p50=100ms,ttft_p99=1ms"
+    for which, is_the_device in (({**files, "trace.csv": str(trace)}, False), (alone, True)):
+        _, _, err = run(which, "--kv-tokens", "100000", slo=slo)
+        assert ("a request of 4096 new tokens alone" in err) == is_the_device
 
 
 def test_a_pool_too_small_for_the_reserve_is_refused_before_anything_runs(

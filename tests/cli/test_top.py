@@ -13,6 +13,7 @@ from rich.console import Console
 from echo_sgl.cli.samples import Samples
 from echo_sgl.cli.top import Look, looks
 from echo_sgl.cli.top_screen import screen
+from echo_sgl.types import Task
 from eval.server import Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
@@ -26,9 +27,9 @@ def shown(look: Look, width: int = 140) -> str:
 
 
 def row(text: str, name: str) -> list[str]:
-    """The cells of the first row that begins so."""
+    """The words of the first row that begins so."""
     line = next(line for line in text.splitlines() if line.strip().startswith(name))
-    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+    return line.split()
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_the_screen_shows_counts_at_first_and_rates_later() -> None:
     )
     first = shown(Look(before, before))
     assert row(first, "online")[:6] == ["online", "11", "1", "1,000", "-", "25.0%"]
-    assert row(first, "promised") == ["promised", "500 ms", "none"]
+    assert row(first, "promised") == ["promised", "500", "ms", "none"]
     assert "since the server's start" in first
     later = shown(Look(after, after.since(before), 2.0))
     assert row(later, "online")[:4] == ["online", "2.0", "0.0", "200.0"]
@@ -80,6 +81,24 @@ def test_the_screen_shows_counts_at_first_and_rates_later() -> None:
     assert "requests 7   oldest 2 h" in later
     assert "batches 2 in progress   lines waiting 4,000   in flight 256   done 20.0" in later
     assert "left at this rate 3.33 min" in later
+
+
+def test_large_counts_and_all_columns_fit_a_terminal_of_80_characters() -> None:
+    busy = Samples.parse(metrics_page(requests=1_234_567, lines=99_999))
+    text = shown(Look(busy, busy), width=80)
+    assert row(text, "online")[:2] == ["online", "1.23M"]
+    assert "123M" in row(text, "online") and "done 99,999" in text
+    assert row(text, "promised") == ["promised", "500", "ms", "none"]
+    for head in ("TPOT", "protected", "punished", "reserve", "within", "drifts"):
+        assert head in text
+    assert text.count("p99") == 3  # of TTFT, TPOT and planning
+    assert "…" not in text
+
+
+def test_parks_are_those_of_offline_requests_as_resumes_are() -> None:
+    parks = {("parks_total", frozenset({("task", task)})): 1.0 + len(task) for task in Task}
+    samples = Samples(parks)
+    assert f"parks {1 + len(Task.OFFLINE)}   resumes" in shown(Look(samples, samples))
 
 
 @pytest.mark.parametrize(

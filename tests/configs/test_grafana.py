@@ -28,9 +28,10 @@ NAMES_SCRIPT = """
 import json
 from prometheus_client import REGISTRY
 from echo_sgl.batches.metrics import JobMetrics
+from echo_sgl.config import SloConfig
 from echo_sgl.engine.metrics import RequestMetrics, SchedulerMetrics
 
-RequestMetrics.create(), SchedulerMetrics(), JobMetrics()
+RequestMetrics.create(SloConfig()), SchedulerMetrics(), JobMetrics()
 ours = [family for family in REGISTRY.collect() if family.name.startswith("echo_sgl_")]
 suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 print(json.dumps({f.name: [f.name + end for end in suffixes[f.type]] for f in ours}))
