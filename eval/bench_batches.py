@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ class InstantEngine:
     def is_ready(self) -> bool:
         return True
 
-    async def models(self) -> Sequence[str]:
-        return [MODEL]
+    async def models(self) -> dict[str, str]:
+        return {MODEL: MODEL}
 
     async def send(self, url: str, content: bytes, within_s: float) -> Reply:
         return Reply.parse(200, ANSWER)

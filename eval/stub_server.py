@@ -6,7 +6,7 @@ Without a state directory it is a plain OpenAI-compatible endpoint that takes no
 
 What a prompt says decides its answer: "refuse N" and "break N" are turned away that many times
 (503, 500) before they are answered, "bad" is answered with 400, "slow" after a minute, and "die"
-ends the server.
+ends the server. Any model's name is answered, as by SGLang, and stands in the answer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,16 @@ class StubModel:
     """Answers prompts while `opened`; `calls` gets one line per answer, which survives a kill."""
 
     def __init__(
-        self, delay_s: float, calls: Path | None = None, *, name: str | None = None
+        self,
+        delay_s: float,
+        calls: Path | None = None,
+        *,
+        name: str | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         self._delay_s = delay_s
         self.name = name or MODEL
+        self.adapters = adapters
         self._times: Counter[str] = Counter()
         self.opened = asyncio.Event()
         self.opened.set()
@@ -105,7 +112,7 @@ def _completion(body: dict[str, Any], text: str, reason: str) -> JSONResponse:
         "prompt_tokens_details": {"cached_tokens": 4},
     }
     choice = {"index": 0, "text": text, "finish_reason": reason}
-    content = {"id": body.get("rid"), "object": "text_completion", "model": MODEL}
+    content = {"id": body.get("rid"), "object": "text_completion", "model": body.get("model")}
     return JSONResponse({**content, "choices": [choice], "usage": usage})
 
 
@@ -144,7 +151,10 @@ def create_plain_app(model: StubModel) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": model.name, "object": "model"}]}
+        """As SGLang lists a model and its LoRA adapters."""
+        common = {"object": "model", "owned_by": "sglang"}
+        adapters = [{"id": name, "parent": model.name, **common} for name in model.adapters]
+        return {"object": "list", "data": [{"id": model.name, "parent": None, **common}, *adapters]}
 
     @app.post(COMPLETIONS_URL)
     @app.post(CHAT_URL)
@@ -164,6 +174,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--calls", type=Path)
     parser.add_argument("--api-key", help="the batch service asks for it")
+    parser.add_argument("--adapter", action="append", default=[], help="a LoRA adapter to list")
     given = parser.parse_args()
     serve(
         given.port,
@@ -173,6 +184,7 @@ def main() -> None:
         config=load_config(given.config).batches if given.config else BatchesConfig(),
         database_url=given.database_url,
         api_key=given.api_key,
+        adapters=given.adapter,
     )
 
 
@@ -185,9 +197,10 @@ def serve(
     config: BatchesConfig,
     database_url: str | None = None,
     api_key: str | None = None,
+    adapters: Sequence[str] = (),
 ) -> None:
     """Serve in this process until it ends."""
-    model = StubModel(delay_s, calls)
+    model = StubModel(delay_s, calls, adapters=adapters)
     app = create_plain_app(model)
     if state_dir is not None:
         app = create_app(

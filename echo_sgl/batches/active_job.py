@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echo_sgl.batches.fairness import JobLoad
@@ -82,6 +82,8 @@ class Claim:
 class ActiveJob:
     """One open batch, whose `holds` are found by where their ranges start.
 
+    `model_names` are the ones to send for models that go by another, as they were when it was taken
+    up: an adapter that is gone since is refused under its full name, the base does not answer.
     `is_dropped` means: send nothing more for now; `is_aborted`: never again, nor keep failures.
     """
 
@@ -92,6 +94,7 @@ class ActiveJob:
     deadline_s: float
     window_s: float
     lines_left: int
+    model_names: Mapping[str, str] = field(default_factory=dict)
     pending: deque[Line] = field(default_factory=deque)
     in_flight: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     holds: dict[int, Hold] = field(default_factory=dict)
@@ -105,7 +108,7 @@ class ActiveJob:
     is_aborted: bool = False
 
     @classmethod
-    def of_row(cls, batch: BatchRow) -> ActiveJob:
+    def of_row(cls, batch: BatchRow, model_names: Mapping[str, str]) -> ActiveJob:
         return cls(
             number=batch.number,
             batch_id=batch.id,
@@ -114,6 +117,7 @@ class ActiveJob:
             deadline_s=batch.expires_at_s,
             window_s=batch.completion_window_s,
             lines_left=batch.total - batch.completed - batch.failed,
+            model_names=model_names,
         )
 
     @property
@@ -195,7 +199,7 @@ def claim_lines(store: JobStore, job: ActiveJob, *, max_lines: int, max_bytes: i
     try:
         contents = _contents(store, job, waiting)
         pairs = zip(waiting, contents, strict=True)
-        prepared = [_prepare(item, content, hold) for item, content in pairs]
+        prepared = [_prepare(job, item, content, hold) for item, content in pairs]
     except BaseException:
         with store.database.write() as connection:
             work.release_spans(connection, job.number, store.server_id, [span])
@@ -213,10 +217,10 @@ def _contents(store: JobStore, job: ActiveJob, waiting: Sequence[WaitingLine]) -
         return [b""] * len(waiting)
 
 
-def _prepare(item: WaitingLine, content: bytes, hold: Hold) -> Line | Result:
+def _prepare(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> Line | Result:
     """The line, or the result of one that is not to be sent or cannot be."""
     try:
-        return _line(item, content, hold) if item.num_crashes < MAX_CRASHES else _crashed(item)
+        return _line(job, item, content, hold) if item.num_crashes < MAX_CRASHES else _crashed(item)
     except ValueError:
         return _unreadable(item)
     except Exception as error:
@@ -224,14 +228,14 @@ def _prepare(item: WaitingLine, content: bytes, hold: Hold) -> Line | Result:
         return fault_result(item.position, item.custom_id, error)
 
 
-def _line(item: WaitingLine, content: bytes, hold: Hold) -> Line:
+def _line(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> Line:
     line = parse_line(content)
     if line.custom_id != item.custom_id:
         raise ValueError("another line stands there")
     return Line(
         item.position,
         item.custom_id,
-        request_head(line),
+        request_head(line, job.model_names),
         item.tokens,
         hold,
         item.num_crashes,

@@ -27,8 +27,8 @@ from echo_sgl.batches.job_file import (
     JobLimits,
     LineProblem,
     check_job_file,
-    is_served,
 )
+from echo_sgl.batches.model_names import is_served
 
 MAX_PROBLEMS = 100
 MAX_PROBLEMS_BYTES = 32_768  # every answer about the batch carries them
@@ -44,7 +44,7 @@ class CheckRules:
     """
 
     endpoint: str
-    models: Sequence[str]
+    models: Collection[str]
     max_lines: int
     elsewhere: Sequence[Sequence[str]] = ()
 

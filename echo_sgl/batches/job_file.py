@@ -22,6 +22,7 @@ from echo_sgl.batches.lines import (
     parse_line,
     shortened,
 )
+from echo_sgl.batches.model_names import is_served
 from echo_sgl.batches.prefix_order import estimated_tokens, prefix_key, prompt_bytes
 from echo_sgl.errors import EchoError
 
@@ -192,17 +193,6 @@ def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
     if not entries and not problems:
         raise JobFileError(f"job file {path} holds no lines; it needs one JSON object a line")
     return JobFile(path, digest.hexdigest(), entries, problems)
-
-
-def is_served(model: str, served: Collection[str]) -> bool:
-    """Whether a server that lists these models serves this one.
-
-    SGLang also takes `base:adapter` for a LoRA adapter, which it lists by its own name.
-    """
-    if model in served:
-        return True
-    base, _, adapter = model.rpartition(":")
-    return base in served and adapter in served
 
 
 def _entry(line_number: int, offset: int, raw: bytes, first_uses: dict[str, int]) -> Entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from echo_sgl.batches.line_engine import LineEngine
@@ -66,6 +66,6 @@ class Lease:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._write_models, models, asked_at_s)
 
-    def _write_models(self, models: Sequence[str], asked_at_s: float) -> None:
+    def _write_models(self, models: Iterable[str], asked_at_s: float) -> None:
         with self._store.database.write() as connection:
             offers.say_models(connection, self._store.server_id, models, asked_at_s)

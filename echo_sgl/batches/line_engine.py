@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import httpx
 import orjson
 
 from echo_sgl.batches.lines import EMBEDDINGS_URL, BatchLine
+from echo_sgl.batches.model_names import model_names
 from echo_sgl.batches.replies import Reply
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
@@ -28,8 +29,8 @@ class LineEngine(Protocol):
     def is_ready(self) -> bool:
         """Whether lines may be sent."""
 
-    async def models(self) -> Sequence[str]:
-        """Names of the served models."""
+    async def models(self) -> Mapping[str, str]:
+        """Names of the served models, and the ones to send for them."""
 
     async def send(self, url: str, content: bytes, within_s: float) -> Reply:
         """The reply to a request that should end in so many seconds.
@@ -68,11 +69,10 @@ class AsgiEngine:
         self.is_ready = is_ready
         self.abort = abort
 
-    async def models(self) -> list[str]:
+    async def models(self) -> dict[str, str]:
         answer = await self._client.get("/v1/models")
         listed = Reply.parse(answer.status_code, answer.content).body
-        data = listed.get("data") if isinstance(listed, dict) else None
-        return [str(item["id"]) for item in data or [] if isinstance(item, dict) and "id" in item]
+        return model_names(listed.get("data") if isinstance(listed, dict) else None)
 
     async def send(self, url: str, content: bytes, within_s: float) -> Reply:
         headers = {**_JSON, DEADLINE_HEADER: f"{max(LEAST_DEADLINE_S, within_s):.3f}"}
@@ -81,9 +81,13 @@ class AsgiEngine:
         return Reply.parse(answer.status_code, answer.content, request_id)
 
 
-def request_head(line: BatchLine) -> bytes:
-    """The body of a line, marked as offline and open at its end for `with_rid`."""
+def request_head(line: BatchLine, names: Mapping[str, str]) -> bytes:
+    """The body of a line, marked as offline and open at its end for `with_rid`.
+
+    `names` are the ones to send for models that go by another.
+    """
     body = {key: value for key, value in line.body.items() if key != "rid"}
+    body["model"] = names.get(line.model, line.model)
     if line.url != EMBEDDINGS_URL:
         body["service_tier"] = OFFLINE_SERVICE_TIER
     return orjson.dumps(body)[:-1]

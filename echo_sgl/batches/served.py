@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from echo_sgl.batches.job_file import is_served
 from echo_sgl.batches.line_engine import LineEngine
+from echo_sgl.batches.model_names import is_served
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.offers import Offer
 
@@ -22,15 +22,16 @@ class ServedBatches:
 
     def __init__(self, engine: LineEngine) -> None:
         self._engine = engine
-        self._models: Sequence[str] = ()
+        self.names: Mapping[str, str] = {}  # as last asked for; see `LineEngine.models`
         self._foreign: set[int] = set()
 
     async def foreign(self, rows: Iterable[BatchRow]) -> set[int]:
         """Numbers of the batches in progress that wait for another server; each is logged once."""
         rows = [row for row in rows if row.status == "in_progress"]
-        if any(self._is_foreign(row) for row in rows):  # an adapter may have been loaded since
-            self._models = await self._engine.models()
-        found = {row.number: row for row in rows if self._models and self._is_foreign(row)}
+        # Of what it does not have by the last answer, an adapter may have been loaded since.
+        if rows and (not self.names or any(map(self._is_foreign, rows))):
+            self.names = await self._engine.models()
+        found = {row.number: row for row in rows if self.names and self._is_foreign(row)}
         for number in found.keys() - self._foreign:
             logger.warning(
                 "%s is for %s of %s and waits for a server that has it; this one has %s of %s",
@@ -38,13 +39,13 @@ class ServedBatches:
                 found[number].endpoint,
                 found[number].model,
                 ", ".join(self._engine.endpoints),
-                ", ".join(self._models),
+                ", ".join(self.names),
             )
         self._foreign = set(found)
         return self._foreign
 
     def _is_foreign(self, row: BatchRow) -> bool:
-        has_model = row.model is None or is_served(row.model, self._models)
+        has_model = row.model is None or is_served(row.model, self.names)
         return not has_model or row.endpoint not in self._engine.endpoints
 
 

@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import random
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 
-from echo_sgl.batches.job_file import is_served
+from echo_sgl.batches.model_names import is_served, model_names
 from echo_sgl.batches.replies import Reply
 from echo_sgl.batches.window import backoff_s
 from echo_sgl.errors import EchoError
@@ -112,6 +112,7 @@ class Connection:
         self._returning: asyncio.Task[None] | None = None
         self._num_returns = 0
         self.needed_models: Collection[str] = ()
+        self.names: Mapping[str, str] = {}  # to send for the needed models
 
     @property
     def url(self) -> str:
@@ -160,8 +161,8 @@ class Connection:
             answer.status_code, answer.content, answer.headers.get("x-request-id", "")
         )
 
-    async def models(self) -> list[str]:
-        """Names that the server answers to.
+    async def models(self) -> dict[str, str]:
+        """Names of the server's models, and the ones to send for them.
 
         Errors: one of `LOST` when it is away, `ServerError` when it is not an OpenAI server.
         """
@@ -178,7 +179,7 @@ class Connection:
                 f"{self._client.base_url} does not list its models (GET /v1/models answers "
                 f"{reply.status_code}); --url must name an OpenAI-compatible server"
             )
-        return [str(item["id"]) for item in listed if isinstance(item, dict) and "id" in item]
+        return model_names(listed)
 
     async def _get_ready(self, path: str) -> httpx.Response:
         answer = await self._client.get(path, timeout=PROBE_TIMEOUT_S)
@@ -186,7 +187,7 @@ class Connection:
             raise NotReadyError(f"{path} answers {answer.status_code}")
         return answer
 
-    async def wait_models(self) -> list[str]:
+    async def wait_models(self) -> dict[str, str]:
         """The same, waiting for as long as the server is away."""
         for attempt in itertools.count():
             try:
@@ -219,10 +220,11 @@ class Connection:
         await self._check_models(await self.wait_models())
         self._num_returns += 1
 
-    async def _check_models(self, models: list[str]) -> None:
+    async def _check_models(self, models: Mapping[str, str]) -> None:
         for attempt in itertools.count():
             missing = [name for name in self.needed_models if not is_served(name, models)]
             if not missing:
+                self.names = models
                 return
             what = f"{self.url} has {', '.join(models)} instead of {', '.join(missing)}"
             await self._pause(attempt, what)

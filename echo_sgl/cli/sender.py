@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -157,7 +157,8 @@ class Sender:
         async with target.window.slot(entry.tokens, line.num_crashes):
             if target.connection.is_away:
                 return None
-            reply = await target.connection.post(request.url, self._content(request))
+            content = self._content(request, target.connection.names)
+            reply = await target.connection.post(request.url, content)
             self._adapt(target, reply)
         outcome = await self._judge(target, line, reply)
         self._tally.retries += outcome is None
@@ -181,10 +182,11 @@ class Sender:
         record = output_record(line.entry.custom_id, reply)
         return Outcome(is_ok, record, Usage.of_body(reply.body))
 
-    def _content(self, line: BatchLine) -> bytes:
+    def _content(self, line: BatchLine, names: Mapping[str, str]) -> bytes:
+        body = {**line.body, "model": names.get(line.model, line.model)}
         if self._options.is_flex and line.url != EMBEDDINGS_URL:
-            return orjson.dumps({**line.body, "service_tier": OFFLINE_SERVICE_TIER})
-        return orjson.dumps(line.body)
+            body["service_tier"] = OFFLINE_SERVICE_TIER
+        return orjson.dumps(body)
 
     def _adapt(self, target: Target, reply: Reply | Loss) -> None:
         if isinstance(reply, Loss):

@@ -198,4 +198,4 @@ def _ended(http: httpx.Client, batch_id: str) -> dict[str, Any]:
 
 def _active(store: JobStore, number: int) -> ActiveJob:
     with store.database.write() as connection:
-        return ActiveJob.of_row(batch_rows.lock_batch(connection, number))
+        return ActiveJob.of_row(batch_rows.lock_batch(connection, number), {})

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,10 +58,10 @@ async def change(stub: Stub, batch_id: str, what: str) -> None:
 def test_a_line_that_cannot_be_prepared_fails_alone(
     live_sqlite: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def stumble(line: BatchLine) -> bytes:
+    def stumble(line: BatchLine, names: Mapping[str, str]) -> bytes:
         if line.body["prompt"] == "stumble":
             raise TypeError("Recursion limit reached")
-        return request_head(line)
+        return request_head(line, names)
 
     monkeypatch.setattr(active_job, "request_head", stumble)
 

@@ -161,7 +161,7 @@ def _claim(store: JobStore, number: int) -> Claim | None:
     """As a dispatcher does, whose lease is renewed before it claims."""
     with store.database.write() as connection:
         work.renew_lease(connection, store.server_id, store.clock() + LEASE_S)
-        active = ActiveJob.of_row(batch_rows.lock_batch(connection, number))
+        active = ActiveJob.of_row(batch_rows.lock_batch(connection, number), {})
     return claim_lines(store, active, max_lines=2, max_bytes=10**6)
 
 

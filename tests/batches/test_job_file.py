@@ -17,7 +17,6 @@ from echo_sgl.batches.job_file import (
     JobLimits,
     LineReader,
     check_job_file,
-    is_served,
 )
 
 
@@ -147,14 +146,6 @@ def test_unknown_models_become_problems_in_line_order(path: Path) -> None:
     assert [problem.line_number for problem in job.problems] == [1, 2, 4]
     assert job.problems[0].message == "body.model is 'x'; the server has m, n"
     assert [entry.custom_id for entry in job.entries] == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("model", "served"),
-    [("m", True), ("org/m:v2", True), ("m:adapter", True), ("m:other", False), ("", False)],
-)
-def test_a_model_is_served_by_its_name_or_as_base_and_adapter(model: str, served: bool) -> None:
-    assert is_served(model, ["m", "adapter", "org/m:v2"]) is served
 
 
 def test_prefix_order_brings_shuffled_questions_of_one_document_together(path: Path) -> None:

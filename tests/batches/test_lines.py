@@ -128,7 +128,7 @@ def test_a_line_that_could_not_be_written_again_is_refused(field: str) -> None:
 
 def test_a_line_that_is_as_deep_as_may_be_can_be_sent() -> None:
     raw = body(response_format=nested(MAX_DEPTH - 2))
-    sent = orjson.loads(request_head(parse_line(raw)) + b"}")
+    sent = orjson.loads(request_head(parse_line(raw), {}) + b"}")
     assert sent["response_format"] == nested(MAX_DEPTH - 2)
 
 

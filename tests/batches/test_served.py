@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import batches
 from echo_sgl.batches.validator import Validator
 from eval import stub_server
-from tests.batches.client import Stub, job
+from eval.stub_server import StubModel
+from tests.batches.client import Stub, job, line
 from tests.batches.rows import NOW_S
 from tests.batches.test_validation import add_batch
 
@@ -54,11 +55,29 @@ def test_a_batch_of_another_model_waits_for_a_server_that_has_it(
     assert sum(said in message for message in caplog.messages) == 1
 
 
+def test_an_adapter_answers_the_lines_that_name_it_as_it_is_listed(live_sqlite: Live) -> None:
+    """SGLang would answer them with the base model."""
+
+    async def life(stub: Stub) -> None:
+        models = ("stub", "sql", "stub:sql")
+        batch = await stub.create(b"\n".join(named_line(model) for model in models))
+        records = await stub.records((await stub.ended(batch.id)).output_file_id)
+        found = {name: record["response"]["body"]["model"] for name, record in records.items()}
+        assert found == {"stub": "stub", "sql": "stub:sql", "stub:sql": "stub:sql"}
+
+    live_sqlite(life, model=StubModel(0.0, adapters=["sql"]))
+
+
+def named_line(model: str) -> bytes:
+    """A line for a model, which is its `custom_id` as well."""
+    return line(model, body={"model": model, "prompt": "hello", "max_tokens": 4})
+
+
 def validator_of(store: JobStore, *models: str) -> Validator:
     """The validator of a server that has these models."""
 
-    async def named() -> Sequence[str]:
-        return models
+    async def named() -> dict[str, str]:
+        return {model: model for model in models}
 
     engine: Any = SimpleNamespace(endpoints=URLS, models=named)
     return Validator(store, engine, ThreadPoolExecutor(1), max_lines=9, on_checked=lambda: None)

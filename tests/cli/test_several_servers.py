@@ -59,6 +59,26 @@ def test_a_job_is_shared_by_prefix_and_each_line_is_answered_by_one_server(
     assert orjson.loads(run_cli(*command).stdout)["already_done"] == NUM_LINES
 
 
+@pytest.fixture
+def adapted(tmp_path: Path) -> Iterator[StubServer]:
+    """A plain endpoint that lists a LoRA adapter, too."""
+    server = StubServer(tmp_path / "adapted", "--adapter", "sql")
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_an_adapter_answers_the_lines_that_name_it_as_it_is_listed(
+    adapted: StubServer, tmp_path: Path
+) -> None:
+    lines = [completion_line(name, model=name) for name in (MODEL, "sql", f"{MODEL}:sql")]
+    jobs, output = write_job(tmp_path / "jobs.jsonl", lines), tmp_path / "out.jsonl"
+    result = run_cli("batch", "run", jobs, "-o", output, "--url", adapted.url)
+    assert result.returncode == 0, result.stderr
+    found = {one["custom_id"]: one["response"]["body"]["model"] for one in records(output)}
+    assert found == {MODEL: MODEL, "sql": f"{MODEL}:sql", f"{MODEL}:sql": f"{MODEL}:sql"}
+
+
 def test_lines_of_a_server_that_dies_are_taken_over_by_the_other(
     stubs: list[StubServer], jobs: Path, tmp_path: Path, cli: StartCli
 ) -> None:

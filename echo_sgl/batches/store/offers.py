@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, select, update
@@ -20,7 +20,7 @@ class Offer:
 
 
 def say_models(
-    connection: Connection, server: str, models: Sequence[str], said_at_s: float
+    connection: Connection, server: str, models: Iterable[str], said_at_s: float
 ) -> None:
     """Let the others know what a server, whose lease runs, had at that time."""
     connection.execute(
