@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from echo_sgl.batches.fairness import JobLoad
 from echo_sgl.batches.line_engine import request_head, takes_rid, with_rid, without_rid
-from echo_sgl.batches.lines import parse_line
+from echo_sgl.batches.lines import parse_line, shortened
+from echo_sgl.batches.model_names import is_served
 from echo_sgl.batches.replies import (
     Reply,
     Verdict,
@@ -228,10 +229,12 @@ def _prepare(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> L
         return fault_result(item.position, item.custom_id, error)
 
 
-def _line(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> Line:
+def _line(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> Line | Result:
     line = parse_line(content)
     if line.custom_id != item.custom_id:
         raise ValueError("another line stands there")
+    if job.model_names and not is_served(line.model, job.model_names):
+        return _not_served(item, line.model)
     return Line(
         item.position,
         item.custom_id,
@@ -245,6 +248,16 @@ def _line(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> Line
 
 def _crashed(item: WaitingLine) -> Result:
     return Result(item.position, is_ok=False, record=crashed_record(item.custom_id))
+
+
+def _not_served(item: WaitingLine, model: str) -> Result:
+    """Only of a batch that was checked before all of its models were kept; SGLang would answer."""
+    message = (
+        f"body.model is {shortened(repr(model))}, which the server that took the line does not "
+        "have. Hand the line over in a new batch: that is left to servers that have all its models"
+    )
+    record = unanswered_record(item.custom_id, "model_not_found", message)
+    return Result(item.position, is_ok=False, record=record)
 
 
 def _unreadable(item: WaitingLine) -> Result:

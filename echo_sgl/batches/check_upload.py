@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from echo_sgl.batches.model_names import is_served
 
 MAX_PROBLEMS = 100
 MAX_PROBLEMS_BYTES = 32_768  # every answer about the batch carries them
+MAX_MODELS_BYTES = 32_768  # every look at the open batches reads them
 MAX_CPU_S = 900
 NICENESS = 10
 
@@ -40,11 +41,12 @@ NICENESS = 10
 class CheckRules:
     """What the lines of a batch must agree with.
 
-    `elsewhere` are the models of each other server, none if they are not known.
+    `models` are the names that lines may give, with the full ones; `elsewhere` are the models of
+    each other server, none if they are not known.
     """
 
     endpoint: str
-    models: Collection[str]
+    models: Mapping[str, str]
     max_lines: int
     elsewhere: Sequence[Sequence[str]] = ()
 
@@ -70,7 +72,8 @@ def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
         yield _head([{"code": "empty_file", "message": empty, "param": None, "line": None}])
         return
     problems = list(job.problems) + list(_wrong_urls(job, rules.endpoint))
-    if not problems and _is_elsewhere({entry.model for entry in job.entries}, rules):
+    models = sorted({entry.model for entry in job.entries})
+    if not problems and _is_elsewhere(models, rules):
         yield orjson.dumps({"is_elsewhere": True})
         return
     # A wrong model is said of lines that are otherwise right.
@@ -78,12 +81,10 @@ def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
         job = job.restrict_models(rules.models)
         problems = list(job.problems)
     problems.sort(key=lambda problem: problem.line_number)
-    yield _head(
-        _first(problems),
-        sorted({entry.model for entry in job.entries})[:2],
-        len(job.entries),
-    )
-    if problems:
+    full_names = sorted({rules.models.get(model, model) for model in models})
+    shown = _first(problems) or _too_many_models(full_names)
+    yield _head(shown, models, full_names, len(job.entries))
+    if shown:
         return
     for entry in job.in_prefix_order():
         place = [entry.line_number, entry.offset, entry.length, entry.custom_id, entry.tokens]
@@ -125,10 +126,36 @@ def _wrong_urls(job: JobFile, endpoint: str) -> Iterable[LineProblem]:
             )
 
 
+def _too_many_models(full_names: Sequence[str]) -> list[dict[str, Any]]:
+    """The problem of a file whose models cannot be kept with the batch; none if they can."""
+    num_bytes = len(orjson.dumps(full_names))
+    if num_bytes <= MAX_MODELS_BYTES:
+        return []
+    message = (
+        f"the lines name {len(full_names):,} models, whose names take {num_bytes:,} bytes; at most "
+        f"{MAX_MODELS_BYTES:,} are kept with a batch. Split the file by model"
+    )
+    return [{"code": "too_many_models", "message": message, "param": "body.model", "line": None}]
+
+
 def _head(
-    problems: Sequence[dict[str, Any]], models: Sequence[str] = (), num_lines: int = 0
+    problems: Sequence[dict[str, Any]],
+    models: Sequence[str] = (),
+    full_names: Sequence[str] = (),
+    num_lines: int = 0,
 ) -> bytes:
-    return orjson.dumps({"problems": problems, "models": models, "num_lines": num_lines})
+    """`model` is the one that all lines name, as they do; `models` are all under their full names.
+
+    They are left away where a problem may be that they are many.
+    """
+    return orjson.dumps(
+        {
+            "problems": problems,
+            "model": models[0] if len(models) == 1 else None,
+            "models": [] if problems else full_names,
+            "num_lines": num_lines,
+        }
+    )
 
 
 def _shown(problem: LineProblem) -> dict[str, Any]:

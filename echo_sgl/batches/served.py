@@ -6,18 +6,19 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from echo_sgl.batches.line_engine import LineEngine
+from echo_sgl.batches.lines import shortened
 from echo_sgl.batches.model_names import is_served
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.offers import Offer
 
+MAX_MODELS_CHARS = 400
 logger = logging.getLogger(__name__)
 
 
 class ServedBatches:
-    """Tells batches that were checked for this server's model from those of another.
+    """Tells batches that this server has all models of from those of another.
 
-    SGLang answers any model's name with the model that it has, so nobody else would notice. A
-    batch of several models (adapters of one base) is not looked at: its lines name theirs.
+    SGLang answers any model's name with the model that it has, so nobody else would notice.
     """
 
     def __init__(self, engine: LineEngine) -> None:
@@ -37,16 +38,29 @@ class ServedBatches:
                 "%s is for %s of %s and waits for a server that has it; this one has %s of %s",
                 found[number].id,
                 found[number].endpoint,
-                found[number].model,
+                _listed(_needed_models(found[number])),
                 ", ".join(self._engine.endpoints),
-                ", ".join(self.names),
+                _listed(self.names),
             )
         self._foreign = set(found)
         return self._foreign
 
     def _is_foreign(self, row: BatchRow) -> bool:
-        has_model = row.model is None or is_served(row.model, self.names)
-        return not has_model or row.endpoint not in self._engine.endpoints
+        has_models = all(is_served(model, self.names) for model in _needed_models(row))
+        return not has_models or row.endpoint not in self._engine.endpoints
+
+
+def _needed_models(row: BatchRow) -> Sequence[str]:
+    """What a server must have for a batch.
+
+    None if it has several and was checked by an echo-sgl that did not keep them: then each line is
+    looked at when it is claimed.
+    """
+    return row.models or ([] if row.model is None else [row.model])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return shortened(", ".join(names), MAX_MODELS_CHARS)
 
 
 class LeftToOthers:

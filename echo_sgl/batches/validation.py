@@ -106,13 +106,13 @@ class Validation:
             total += len(rows)
         if total != head["num_lines"]:
             return False
-        model = head["models"][0] if len(head["models"]) == 1 else None
         with self._ours() as connection:
             batch_rows.start_batch(
                 connection,
                 self._batch.number,
                 total=total,
-                model=model,
+                model=head["model"],
+                models=head["models"],
                 now_s=self._store.clock(),
             )
         return True

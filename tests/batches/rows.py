@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import orjson
+from sqlalchemy import Connection
 
 from echo_sgl.batches.replies import Usage
 from echo_sgl.batches.store import batch_rows, files, work
@@ -55,8 +56,20 @@ def add_batch(store: JobStore, num_lines: int, tenant: str = "one") -> int:
             expires_at_s=NOW_S + DAY_S,
         )
         work.insert_lines(connection, batch.number, [line(index) for index in range(num_lines)])
-        batch_rows.start_batch(connection, batch.number, total=num_lines, model="tiny", now_s=NOW_S)
+        start(connection, batch.number, num_lines, "tiny")
     return int(batch.number)
+
+
+def start(connection: Connection, number: int, num_lines: int, *models: str) -> None:
+    """After the check of its file, whose lines name these models."""
+    batch_rows.start_batch(
+        connection,
+        number,
+        total=num_lines,
+        model=models[0] if len(models) == 1 else None,
+        models=models,
+        now_s=NOW_S,
+    )
 
 
 def line(position: int) -> dict[str, object]:

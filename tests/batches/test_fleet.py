@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -113,21 +114,23 @@ def test_each_job_is_done_by_the_server_that_has_its_model(
     monkeypatch.setattr("echo_sgl.batches.lease.RENEW_S", 0.2)
 
     async def main() -> None:
-        a, b = StubModel(0.0, name="model-a"), StubModel(0.0, name="model-b")
+        a = StubModel(0.0, name="model-a")
+        b = StubModel(0.0, name="model-b", adapters=["sql"])
         async with (
             running_stub(tmp_path / "a", database_url=database_url, model=a) as one,
             running_stub(tmp_path / "b", database_url=database_url, model=b) as two,
         ):
-            content = job(["hello"]).replace(b'"stub"', b'"model-b"')
-            for server in (one, two, one, two):
-                batch = await server.create(content)
-                assert (await server.ended(batch.id)).status == "completed"
+            content = job(["hello"] * 2).replace(b'"stub"', b'"model-b"')
+            mixed = content.replace(b'"model-b"', b'"model-b:sql"', 1)
+            for server, upload in product((one, two), (content, mixed)):
+                batch = await server.create(upload)
+                assert len(await server.records((await server.ended(batch.id)).output_file_id)) == 2
             batch = await one.create(job(["hello"]))
             found = await one.ended(batch.id)
             assert found.errors is not None
             assert found.errors.data is not None
             assert found.errors.data[0].code == "model_not_found"
-        assert (a.max_running, b.max_running) == (0, 1)
+        assert a.max_running == 0
 
     asyncio.run(main())
 

@@ -21,7 +21,7 @@ from eval.stub_server import MODEL
 from tests.batches.client import Stub, running_stub
 from tests.batches.malformed import GOOD, MALFORMED, NAMES, UNUSUAL, line
 
-RULES = CheckRules("/v1/completions", [MODEL], 1000)
+RULES = CheckRules("/v1/completions", {MODEL: MODEL}, 1000)
 
 
 def test_the_corpus_is_large() -> None:
@@ -171,6 +171,26 @@ def test_the_problems_that_are_kept_are_bounded_in_bytes_and_the_first_ones_come
     assert [problem["line"] for problem in found] == list(range(1, len(found) + 1))
     assert len(found) > 50
     assert len(orjson.dumps(found)) < MAX_PROBLEMS_BYTES + 1000
+
+
+@pytest.mark.parametrize(("num_models", "code"), [(300, None), (400, "too_many_models")])
+def test_the_models_that_are_kept_with_a_batch_are_bounded_in_bytes(
+    tmp_path: Path, num_models: int, code: str | None
+) -> None:
+    path = tmp_path / "upload.jsonl"
+    names = [f"adapter-{index:092}" for index in range(num_models)]
+    bodies = [{"model": name, "prompt": "hello"} for name in names]
+    path.write_bytes(
+        b"\n".join(line(custom_id=str(index), body=body) for index, body in enumerate(bodies))
+    )
+    rules = CheckRules(RULES.endpoint, {name: name for name in names}, 1000)
+    head, *entries = map(orjson.loads, report(path, rules))
+    if code is None:
+        assert (head["models"], len(entries)) == (names, num_models)
+        return
+    [problem] = head["problems"]
+    assert (problem["code"], head["models"], entries) == (code, [], [])
+    assert "Split the file by model" in problem["message"]
 
 
 VALUES = st.recursive(

@@ -8,50 +8,70 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 from sqlalchemy import select
 
+from echo_sgl.batches.active_job import ActiveJob, claim_lines
 from echo_sgl.batches.lines import EMBEDDINGS_URL, URLS
+from echo_sgl.batches.served import ServedBatches
 from echo_sgl.batches.store import offers, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import batches
 from echo_sgl.batches.validator import Validator
-from eval import stub_server
 from eval.stub_server import StubModel
-from tests.batches.client import Stub, job, line
-from tests.batches.rows import NOW_S
+from tests.batches.client import Stub, line
+from tests.batches.conftest import OpenStore
+from tests.batches.rows import NOW_S, start
+from tests.batches.rows import line as line_row
 from tests.batches.test_validation import add_batch
 
 Live = Callable[..., None]
 
 
-def test_a_batch_of_another_model_waits_for_a_server_that_has_it(
-    live_sqlite: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def named_line(model: str) -> bytes:
+    """A line for a model, which is its `custom_id` as well."""
+    return line(model, body={"model": model, "prompt": "hello", "max_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("models", "shown", "needed"),
+    [
+        (["stub"], "stub", "stub"),
+        (["sql"], "sql", "stub:sql"),
+        (["stub", "stub:sql"], None, "stub, stub:sql"),
+    ],
+)
+def test_a_batch_waits_for_a_server_that_has_all_of_its_models(
+    live_sqlite: Live,
+    caplog: pytest.LogCaptureFixture,
+    models: list[str],
+    shown: str | None,
+    needed: str,
 ) -> None:
     """SGLang would answer its lines with the model that it has."""
 
     async def first_life(stub: Stub) -> None:
         stub.model.opened.clear()
-        batch = await stub.create(job(["hello"] * 20))
-        await stub.until(batch.id, lambda found: found.status == "in_progress")
+        batch = await stub.create(b"\n".join(map(named_line, models)))
+        begun = await stub.until(batch.id, lambda found: found.status == "in_progress")
+        assert begun.model == shown
 
     async def another_model(stub: Stub) -> None:
-        own = await stub.create(job(["hello"]).replace(b'"stub"', b'"another"'))
+        own = await stub.create(named_line("another"))
         assert (await stub.ended(own.id)).status == "completed"
         [waiting, _] = [one async for one in stub.client.batches.list()][::-1]
         assert (waiting.status, waiting.request_counts.completed) == ("in_progress", 0)
 
     async def first_again(stub: Stub) -> None:
         batches = [one async for one in stub.client.batches.list()]
-        assert (await stub.ended(batches[-1].id)).status == "completed"
+        assert (await stub.ended(batches[-1].id)).request_counts.completed == len(models)
 
-    live_sqlite(first_life)
-    with monkeypatch.context() as patch:
-        patch.setattr(stub_server, "MODEL", "another")
-        live_sqlite(another_model)
-    live_sqlite(first_again)
-    said = "is for /v1/completions of stub and waits for a server that has it; this one has"
+    live_sqlite(first_life, model=StubModel(0.0, adapters=["sql"]))
+    live_sqlite(another_model, model=StubModel(0.0, name="another", adapters=["sql"]))
+    live_sqlite(first_again, model=StubModel(0.0, adapters=["sql"]))
+    said = f"is for /v1/completions of {needed} and waits for a server that has it; this one has"
     assert sum(said in message for message in caplog.messages) == 1
 
 
@@ -68,19 +88,58 @@ def test_an_adapter_answers_the_lines_that_name_it_as_it_is_listed(live_sqlite: 
     live_sqlite(life, model=StubModel(0.0, adapters=["sql"]))
 
 
-def named_line(model: str) -> bytes:
-    """A line for a model, which is its `custom_id` as well."""
-    return line(model, body={"model": model, "prompt": "hello", "max_tokens": 4})
+def checked_before(store_at: OpenStore, *models: str) -> tuple[JobStore, BatchRow]:
+    """A batch of one line, for `stub`, from before more than one model was kept of a batch."""
+    old = store_at()
+    add_batch(old)
+    with old.database.write() as connection:
+        number = connection.execute(select(batches.c.number)).scalar_one()
+        place = {"custom_id": "a", "num_bytes": len(line("a"))}
+        work.insert_lines(connection, number, [line_row(0) | place])
+        start(connection, number, 1, *models)
+        connection.exec_driver_sql("ALTER TABLE batches DROP COLUMN models")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0005'")
+    old.abandon()
+    store = store_at()
+    with store.database.read() as connection:
+        return store, connection.execute(select(batches)).one()
 
 
-def validator_of(store: JobStore, *models: str) -> Validator:
-    """The validator of a server that has these models."""
+def test_a_batch_of_one_model_from_before_several_were_kept_waits_as_well(
+    store_at: OpenStore,
+) -> None:
+    _, found = checked_before(store_at, "stub")
+    assert (found.model, found.models) == ("stub", None)
+    assert asyncio.run(ServedBatches(engine_with("mine")).foreign([found])) == {found.number}
+
+
+def test_a_line_of_a_batch_whose_models_were_not_kept_is_answered_by_no_other(
+    store_at: OpenStore,
+) -> None:
+    store, found = checked_before(store_at)
+    served = ServedBatches(engine_with("mine"))
+    assert asyncio.run(served.foreign([found])) == set()
+    job = ActiveJob.of_row(found, served.names)
+    claim = claim_lines(store, job, max_lines=9, max_bytes=10**6)
+    assert claim is not None
+    assert not claim.lines
+    [result] = claim.results
+    assert orjson.loads(result.record)["error"]["code"] == "model_not_found"
+
+
+def engine_with(*models: str) -> Any:
+    """An engine that has these models."""
 
     async def named() -> dict[str, str]:
         return {model: model for model in models}
 
-    engine: Any = SimpleNamespace(endpoints=URLS, models=named)
-    return Validator(store, engine, ThreadPoolExecutor(1), max_lines=9, on_checked=lambda: None)
+    return SimpleNamespace(endpoints=URLS, models=named)
+
+
+def validator_of(store: JobStore, *models: str) -> Validator:
+    """The validator of a server that has these models."""
+    threads = ThreadPoolExecutor(1)
+    return Validator(store, engine_with(*models), threads, max_lines=9, on_checked=lambda: None)
 
 
 def say(store: JobStore, server: str, *models: str, at_s: float = NOW_S) -> None:

@@ -29,17 +29,18 @@ from echo_sgl.batches.validation import Validation
 from echo_sgl.batches.validator import Validator
 from tests.batches.client import WAIT_S, Stub, job, until
 from tests.batches.client import line as job_line
-from tests.batches.rows import DAY_S, NOW_S, add_file, batch_of, line
+from tests.batches.rows import DAY_S, NOW_S, add_file, batch_of, line, start
 from tests.batches.slow_checker import SlowChecker
 
-RULES = CheckRules("/v1/completions", ["m"], 100)
+RULES = CheckRules("/v1/completions", {"m": "m"}, 100)
 ROW = b'[1,0,9,"a",5]\n'
 PROBLEM = {"code": "invalid_body", "message": "wrong", "param": None, "line": 1}
 OTHER = "server-other"
 
 
 def head(num_lines: int, problems: tuple[dict[str, Any], ...] = ()) -> bytes:
-    return orjson.dumps({"problems": problems, "models": ["m"], "num_lines": num_lines}) + b"\n"
+    fields = {"problems": problems, "model": "m", "models": ["m"], "num_lines": num_lines}
+    return orjson.dumps(fields) + b"\n"
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_who_comes_back_after_another_server_took_over_deletes_no_lines(store: J
     Validation(store, batch, RULES).run()
     assert num_lines(store, batch.number) == 1
     with store.database.write() as connection:
-        batch_rows.start_batch(connection, batch.number, total=1, model="m", now_s=NOW_S)
+        start(connection, batch.number, 1, "m")
     Validation(store, batch, RULES).run()
     assert num_lines(store, batch.number) == 1
     assert batch_of(store, batch.number).status == "in_progress"
@@ -180,7 +181,7 @@ def test_a_checker_that_dies_at_once_fails_the_batch(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "CHECKER", (sys.executable, "-c", "raise SystemExit(1)"))
-    rules = CheckRules("/v1/completions", ["m" * 1000] * 1000, 100)  # more than a pipe holds
+    rules = CheckRules("/v1/completions", {"m": "m" * 1_000_000}, 100)  # more than a pipe holds
     batch = claimed(store)
     Validation(store, batch, rules).run()
     found = batch_of(store, batch.number)

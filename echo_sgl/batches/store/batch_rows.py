@@ -104,9 +104,18 @@ def fail_batch(
 
 
 def start_batch(
-    connection: Connection, number: int, *, total: int, model: str | None, now_s: float
+    connection: Connection,
+    number: int,
+    *,
+    total: int,
+    model: str | None,
+    models: Sequence[str],
+    now_s: float,
 ) -> None:
-    """validating -> in_progress, unless it was cancelled meanwhile."""
+    """validating -> in_progress, unless it was cancelled meanwhile.
+
+    `model` is the one that is shown, `models` are all that a server must have for it.
+    """
     is_started = _step(
         connection,
         number,
@@ -115,6 +124,7 @@ def start_batch(
         in_progress_at_s=now_s,
         total=total,
         model=model,
+        models=list(models),
         owner=None,
     )
     if is_started:

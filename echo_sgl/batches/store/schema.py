@@ -60,6 +60,8 @@ gone_files = Table(
 )
 
 # `owner` is the server that validates or finalises the batch; `ends_as` what it becomes then.
+# `model` is the one that all lines name, if it is one, and `models` what servers must have, under
+# their full names; none before the file was checked, nor where an echo-sgl did that before 0006.
 batches = Table(
     "batches",
     metadata,
@@ -75,6 +77,7 @@ batches = Table(
     Column("ends_as", String(16)),
     Column("owner", String(64)),
     Column("model", Text),
+    Column("models", JSON),
     Column("errors", JSON),
     Column("total", BigInteger, nullable=False, server_default="0"),
     Column("completed", BigInteger, nullable=False, server_default="0"),
