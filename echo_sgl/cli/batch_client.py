@@ -23,6 +23,7 @@ from echo_sgl.errors import EchoError
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 3600.0
 ENDED = ("failed", "completed", "expired", "cancelled")
+NOT_FOUND = 404
 # A server that starts, a database that fails over, a proxy whose server is gone.
 TOO_MANY = 429
 _AWAY_STATUSES = (TOO_MANY, 502, 503, 504)
@@ -54,6 +55,10 @@ class NoServiceError(BatchServiceError):
 
 class AwayError(BatchServiceError):
     """The server cannot be asked now; later it may."""
+
+
+class GoneError(BatchServiceError):
+    """A file that the server had is there no more."""
 
 
 class OutputError(EchoError, OSError):
@@ -172,7 +177,7 @@ class BatchClient:
         """Write a file's content, whole or not at all; without a file, an empty one.
 
         What is no file, as /dev/null, is written to as it is. Errors: `OutputError` when it cannot
-        be written.
+        be written, `GoneError` when the server does not have the file any more.
         """
         try:
             if _is_special(path):
@@ -195,11 +200,20 @@ class BatchClient:
             with self._http.stream("GET", f"/v1/files/{file_id}/content") as answer:
                 if answer.status_code != 200:
                     answer.read()
-                    raise self._refused(answer)
+                    raise self._no_content(file_id, self._refused(answer))
                 for piece in answer.iter_bytes():
                     write(piece)
         except httpx.TransportError as error:
             raise self._lost(error) from error
+
+    def _no_content(self, file_id: str, refused: BatchServiceError) -> BatchServiceError:
+        if refused.status_code != NOT_FOUND or isinstance(refused, NoServiceError):
+            return refused
+        return GoneError(
+            f"{self.url} has {file_id} no more: the results have expired or were deleted, and only "
+            "the job done anew brings them back",
+            NOT_FOUND,
+        )
 
     def _call(
         self, method: str, path: str, needs: Sequence[str] = (), **options: Any
@@ -231,7 +245,7 @@ class BatchClient:
             error = orjson.loads(answer.content)["error"]
             message = str(error["message"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            if answer.status_code in (404, 405):
+            if answer.status_code in (NOT_FOUND, 405):
                 return NoServiceError(_NO_SERVICE.format(url=self.url), answer.status_code)
             message = answer.text[:300] or answer.reason_phrase
         if answer.status_code == 401:

@@ -23,6 +23,7 @@ from echo_sgl.cli.batch_client import (
     AwayError,
     BatchClient,
     BatchServiceError,
+    GoneError,
     OutputError,
     check_writable,
 )
@@ -203,6 +204,8 @@ def _fetch(plan: BatchRun, client: BatchClient, batch: dict[str, Any]) -> None:
     paths = plan.journal_paths
     try:
         download(client, batch, paths.output, paths.errors)
+    except GoneError as error:
+        raise OutputError(f"{error}: run the same command with --overwrite") from error
     except (OutputError, BatchServiceError) as error:
         raise OutputError(
             f"{error}. The answers stay on the server; fetch them with: "

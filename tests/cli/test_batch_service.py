@@ -322,6 +322,27 @@ def test_run_does_not_write_over_what_it_did_not_make(
     assert output.read_text() == "mine\n"
 
 
+def test_results_that_are_gone_are_told_as_such_and_computed_anew_when_told_to(
+    stub: str, jobs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    run = ("batch", "run", jobs, "-o", output, "--url", stub, "--json")
+    first = orjson.loads(run_cli(*run).stdout)["batch_id"]
+    output_file = httpx.get(f"{stub}/v1/batches/{first}").json()["output_file_id"]
+    assert httpx.delete(f"{stub}/v1/files/{output_file}").status_code == 200
+    results = run_cli("batch", "results", first, "-o", tmp_path / "again.jsonl", "--url", stub)
+    again = run_cli(*run)
+    for refused in (results, again):
+        assert refused.returncode == 2
+        assert f"{output_file} no more: the results have expired or were deleted" in refused.stderr
+        assert "stay on the server" not in refused.stderr
+    assert "run the same command with --overwrite" in again.stderr
+    assert len(names(output)) == 20
+    anew = orjson.loads(run_cli(*run, "--overwrite").stdout)
+    assert (anew["batch_id"] == first, anew["ok"]) == (False, 20)
+    assert orjson.loads(run_cli(*run).stdout)["batch_id"] == anew["batch_id"]
+
+
 @pytest.mark.parametrize("mode", [(), ("--direct",)])
 def test_lines_that_failed_end_run_and_watch_with_code_1(
     stub: str, tmp_path: Path, mode: tuple[str, ...]
