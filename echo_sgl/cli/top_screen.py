@@ -167,9 +167,11 @@ def _table(*heads: str) -> Table:
     """Ten columns fit into a terminal of 80 characters: heads take two lines."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     for number, head in enumerate(heads):
-        justify = "right" if number else "left"
         table.add_column(
-            head.replace(" ", "\n", 1), justify=justify, vertical="bottom", overflow="fold"
+            head.replace(" ", "\n", 1),
+            justify="right" if number else "left",
+            vertical="bottom",
+            overflow="fold",
         )
     return table
 

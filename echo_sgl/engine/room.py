@@ -25,6 +25,7 @@ class RoomAdder(PrefillAdder):
     """
 
     rem_chunk_tokens: int | None
+    chunked_req_limit: int | None
     control: StepControl
     yields_to_priorities: bool = False
     trades_places: bool = False

@@ -55,9 +55,8 @@ class PrefillPass:
         set_aside, online_waits = scheduler.park_chunk(), len(scheduler.waiting) > 0
         scheduler.shed()
         offered = [] if was_full else self._offer()
-        if scheduler.chunked is not None:
-            self._add_chunk_of(scheduler.chunked)
-        num_started = self._add_offline_of(offered) if self._add_online() else 0
+        goes_on = scheduler.chunked is None or self._add_chunk_of(scheduler.chunked)
+        num_started = self._add_offline_of(offered) if goes_on and self._add_online() else 0
         if offered:
             scheduler.offer_size.note(num_started, len(offered))
             in_line = self._in_line
@@ -155,16 +154,28 @@ class PrefillPass:
 
     # ---- chunks and online -----------------------------------------------------------------
 
-    def _add_chunk_of(self, request: SimRequest) -> None:
-        """The next chunk of the request that is between chunks."""
+    def _add_chunk_of(self, request: SimRequest) -> bool:
+        """The next chunk of the request that is between chunks; without memory nobody starts."""
         most = min(request.left_tokens, max(self._page, self._budget()))
         if request.is_offline:
             most = min(most, max(self._page, self._offline_left // self._page * self._page))
             room = self._offline_room(request, most)
         else:
             room = self._online_room(request, most)
-        new = room or min(most, self._page)
-        self._join(request, new)
+        if new := self._cut_to_memory(request, room or min(most, self._page)):
+            self._join(request, new)
+        return new > 0
+
+    def _cut_to_memory(self, request: SimRequest, new: int) -> int:
+        """As much of a chunk as there is memory for; offline requests make it for an online one."""
+        while (room := self._room_tokens()) < self._kv.whole_pages(new):
+            if request.is_offline or not self._scheduler.retract_first():
+                return min(new, room)
+        return new
+
+    def _room_tokens(self) -> int:
+        free_tokens = self._kv.available_tokens - self._promised_tokens - self._page
+        return max(0, free_tokens // self._page * self._page)
 
     def _add_online(self) -> bool:
         """Add those that wait; whether the pass may go on to offline ones."""

@@ -227,7 +227,7 @@ def test_mixed_chunks_are_simulated_where_the_servers_have_them(files: dict[str,
     plain, mixed = (
         json.loads(run(files, *options, *more)[1]) for more in ((), ("--enable-mixed-chunk",))
     )
-    assert plain["whole"]["steps"] != mixed["whole"]["steps"]
+    assert plain["whole"]["num_steps"] != mixed["whole"]["num_steps"]
 
 
 def test_a_cached_prompt_is_not_blamed_on_the_device(files: dict[str, str], tmp_path: Path) -> None:

@@ -65,6 +65,25 @@ def test_an_unfinished_offline_prefill_gives_its_room_before_a_decode_does(
     assert scheduler.new_token_ratio.current == 0.7
 
 
+@pytest.mark.parametrize(
+    ("task", "beside", "done"),
+    [
+        (Task.ONLINE, Task.OFFLINE, [1412]),  # the offline decode leaves
+        (Task.OFFLINE, Task.ONLINE, [1359, 1359]),  # cut to what is free, then it waits
+    ],
+)
+def test_a_chunk_is_held_against_the_memory_that_decodes_left(
+    scheduler: SimScheduler, task: Task, beside: Task, done: list[int]
+) -> None:
+    decoding(scheduler, request(0, Task.ONLINE, 440))
+    decoding(scheduler, request(1, beside, 200))
+    scheduler.chunked = prefilled(scheduler, request(2, task, 1412), 1300)
+    for computed_tokens in done:
+        long = scheduler.chunked
+        PrefillPass(scheduler).run()
+        assert long is not None and long.computed_tokens == computed_tokens
+
+
 def test_decodes_that_lack_room_lose_the_offline_one_that_started_last(
     scheduler: SimScheduler,
 ) -> None:
