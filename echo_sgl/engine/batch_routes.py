@@ -121,8 +121,13 @@ def is_up(tokenizer_manager: Any) -> bool:
 
 
 def abort(tokenizer_manager: Any, rid: str) -> None:
-    """End a request; one with several prompts or choices has an id for each."""
+    """End a request; one with several prompts or choices has an id for each.
+
+    Only what the scheduler has: it forgets the abort of a request that comes later, and SGLang
+    sends no second one. What is not sent yet is ended by a later call, or when its task is.
+    """
     states = tokenizer_manager.rid_to_state
     known = [rid] if rid in states else [name for name in states if name.startswith(f"{rid}_")]
     for name in known:
-        tokenizer_manager.abort_request(name)
+        if states[name].dispatched:
+            tokenizer_manager.abort_request(name)

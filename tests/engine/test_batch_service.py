@@ -94,6 +94,10 @@ def completed(client: openai.OpenAI, batch_id: str) -> int:
     return counts.completed
 
 
+def is_idle(server: Server) -> bool:
+    return metric(server, "sglang:num_running_reqs") + metric(server, "echo_sgl_pool_requests") == 0
+
+
 def test_the_whole_life_of_a_batch_on_a_real_server(server: Server) -> None:
     client = client_of(server)
     prefix = "def queue(item): return item\n" * 8
@@ -158,6 +162,17 @@ def test_cancelling_ends_what_runs_within_seconds(server: Server) -> None:
     wait_until(lambda: metric(server, "sglang:num_running_reqs") == 0, "nothing runs any more")
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
+
+
+def test_cancelling_a_line_of_many_prompts_ends_those_that_come_later_too(server: Server) -> None:
+    client = client_of(server)
+    prompts = [f"{index} text" * 50 for index in range(2000)]
+    batch = create(client, [line("many", prompts, max_tokens=1000)])
+    in_flight = "echo_sgl_batch_lines_in_flight"
+    wait_until(lambda: metric(server, in_flight) > 0, "its prompts are being sent")
+    client.batches.cancel(batch.id)
+    assert ended(client, batch.id).status == "cancelled"
+    wait_until(lambda: is_idle(server), "nothing runs or waits any more")
 
 
 def test_keys_of_tenants_open_their_own_jobs_and_inference_but_no_administration(
