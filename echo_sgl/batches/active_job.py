@@ -182,12 +182,11 @@ class ActiveJob:
 def claim_lines(store: JobStore, job: ActiveJob, *, max_lines: int, max_bytes: int) -> Claim | None:
     """Claim the job's next lines and read their requests; blocks on database and disk."""
     with store.database.write() as connection:
-        live = work.live_servers(connection, store.clock())
         found = work.claim_lines(
             connection,
             job.number,
             store.server_id,
-            live | {store.server_id},
+            store.peers.live(connection, store.clock()),
             near=job.near,
             max_lines=max_lines,
             max_bytes=max_bytes,

@@ -37,7 +37,7 @@ class Ender:
         store = self._store
         with store.database.write() as connection:
             self._free_left(connection)
-            live = work.live_servers(connection, store.clock()) | {store.server_id}
+            live = store.peers.live(connection, store.clock())
             batch = batch_rows.claim_batch(connection, store.server_id, live, _ENDING)
         if batch is None:
             return False

@@ -85,7 +85,7 @@ class JobTable:
         with self._store.database.read() as connection:
             rows = batch_rows.open_batches(connection)
             owned = work.owned_ranges(connection, ours)
-            servers = work.live_servers(connection, now_s) | {ours}
+            servers = self._store.peers.live(connection, now_s)
         if any(row.expires_at_s <= now_s and row.status in _EXPIRING for row in rows):
             with self._store.database.write() as connection:
                 batch_rows.expire_batches(connection, now_s)

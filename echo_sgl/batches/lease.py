@@ -15,6 +15,14 @@ LEASE_S = 30.0
 RENEW_S = LEASE_S / 5
 
 
+def renew(store: JobStore) -> None:
+    """Say that this server is alive; blocks."""
+    with store.database.write() as connection:
+        now_s = store.clock()
+        work.renew_lease(connection, store.server_id, now_s + LEASE_S)
+    store.peers.note_renewal(now_s, now_s + LEASE_S)
+
+
 class Lease:
     """Renewed in a thread of its own: who seems dead loses its ranges to other servers.
 
@@ -50,13 +58,8 @@ class Lease:
         self._thread.shutdown()
 
     async def _renew(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._write)
+        await asyncio.get_running_loop().run_in_executor(self._thread, renew, self._store)
         self._is_held.set()
-
-    def _write(self) -> None:
-        with self._store.database.write() as connection:
-            until_s = self._store.clock() + LEASE_S
-            work.renew_lease(connection, self._store.server_id, until_s)
 
     async def _say_models(self) -> None:
         """The lease does not wait for long for a server that does not answer."""

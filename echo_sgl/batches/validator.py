@@ -17,7 +17,7 @@ from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from echo_sgl.batches.check_upload import CheckRules
 from echo_sgl.batches.line_engine import LineEngine
 from echo_sgl.batches.served import LeftToOthers
-from echo_sgl.batches.store import batch_rows, offers, work
+from echo_sgl.batches.store import batch_rows, offers
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.validation import NotOursError, Validation
@@ -140,7 +140,8 @@ class Validator:
         self._release()
         with self._store.database.read() as connection:
             rows = batch_rows.open_batches(connection)
-            found = offers.live_offers(connection, self._store.clock())
+            judged_at_s = self._store.peers.judged_at_s(self._store.clock())
+            found = offers.live_offers(connection, judged_at_s)
         tenants = {row.number: row.tenant for row in rows if row.status == "validating"}
         waiting = set(tenants)
         elsewhere = {row.number for row in rows if row.endpoint not in self._engine.endpoints}
@@ -152,7 +153,7 @@ class Validator:
         self._turns = {name: turn for name, turn in self._turns.items() if name in present}
         ours = self._store.server_id
         with self._store.database.write() as connection:
-            live = work.live_servers(connection, self._store.clock()) | {ours}
+            live = self._store.peers.live(connection, self._store.clock())
             batch = batch_rows.claim_batch(
                 connection, ours, live, ("validating",), but_not=put_off, turns=self._turns
             )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import orjson
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from echo_sgl.batches.replies import Usage
 from echo_sgl.batches.store import batch_rows, files, work
 from echo_sgl.batches.store.job_store import JobStore
+from echo_sgl.batches.store.schema import lines
 from echo_sgl.batches.store.work import Result, Span
 
 NOW_S = 1_000_000.0
@@ -132,6 +133,12 @@ def answer(
 def batch_of(store: JobStore, number: int) -> batch_rows.BatchRow:
     with store.database.write() as connection:
         return batch_rows.lock_batch(connection, number)
+
+
+def crashes(store: JobStore, number: int) -> list[int]:
+    query = select(lines.c.crashes).where(lines.c.batch_number == number)
+    with store.database.read() as connection:
+        return list(connection.execute(query.order_by(lines.c.position)).scalars())
 
 
 def finish(store: JobStore, number: int) -> batch_rows.BatchRow:

@@ -22,14 +22,8 @@ from echo_sgl.batches.store.schema import lines
 from echo_sgl.batches.store.work import Span
 from echo_sgl.batches.window import MAX_CRASHES, SendLimit, max_together
 from tests.batches.client import ENDED, job
-from tests.batches.rows import add_batch, answer, claim, finish
+from tests.batches.rows import add_batch, answer, claim, crashes, finish
 from tests.cli.stubs import StubServer
-
-
-def crashes(store: JobStore, number: int) -> list[int]:
-    query = select(lines.c.crashes).where(lines.c.batch_number == number)
-    with store.database.read() as connection:
-        return list(connection.execute(query.order_by(lines.c.position)).scalars())
 
 
 def crash(store: JobStore) -> None:

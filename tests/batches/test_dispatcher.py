@@ -294,6 +294,7 @@ def test_a_server_that_cannot_record_says_so_and_another_takes_its_lines(
     fault = MemoryError("as a fault of ours would")
     monkeypatch.setattr(Recorder, "_record", failing_once(Recorder._record, fault))
     monkeypatch.setattr(lease, "LEASE_S", 3.0)
+    monkeypatch.setattr(lease, "RENEW_S", 0.5)
 
     async def main() -> None:
         async with running_stub(tmp_path / "a", database_url=database_url) as one:

@@ -13,6 +13,7 @@ from echo_sgl.batches.clock import Clock, steady_clock
 from echo_sgl.batches.store import files, work
 from echo_sgl.batches.store.blobs import Blobs, Draft, open_blobs
 from echo_sgl.batches.store.database import Database, StoreError, open_database
+from echo_sgl.batches.store.peers import Peers
 
 LOCK_NAME = "lock"
 CLOCK_NAME = "clock"
@@ -26,6 +27,7 @@ class JobStore:
     blobs: Blobs
     drafts_dir: Path
     server_id: str
+    peers: Peers
     clock: Clock
     lock: BinaryIO
 
@@ -63,7 +65,8 @@ def open_store(state_dir: Path, database_url: str | None = None) -> JobStore:
             work.forget_servers(connection)
         known = files.blob_ids(connection)
     blobs.sweep(known)
-    return JobStore(database, blobs, drafts_dir, f"server-{secrets.token_hex(8)}", clock, lock)
+    server_id = f"server-{secrets.token_hex(8)}"
+    return JobStore(database, blobs, drafts_dir, server_id, Peers(server_id), clock, lock)
 
 
 def _clock(database: Database, state_dir: Path) -> Clock:
