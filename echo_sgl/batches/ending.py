@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
 from sqlalchemy import Connection
 
 from echo_sgl.batches.replies import unanswered_record
@@ -10,6 +13,7 @@ from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.files import FileRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result
+from echo_sgl.batches.validation import NotOursError
 
 _ENDING = ("finalizing", "cancelling")
 _ROWS_EACH = 1000
@@ -24,7 +28,8 @@ class Ender:
     """Ends batches that nobody works on; call it in one thread at a time.
 
     A crash on the way is harmless: lines get their records in groups, and the state changes with
-    the files' rows in one last transaction.
+    the files' rows in one last transaction. Each makes sure of the claim first: who was taken for
+    dead may come back to a batch that another server ended, and that is done again.
     """
 
     def __init__(self, store: JobStore, *, output_days: float) -> None:
@@ -42,11 +47,12 @@ class Ender:
         if batch is None:
             return False
         self._number = batch.number
-        _record_unanswered(store, batch)
-        with store.database.write() as connection:
-            batch_rows.finish_batch(
-                connection, batch.number, store.clock(), output_days=self._output_days
-            )
+        with suppress(NotOursError):
+            _record_unanswered(store, batch)
+            with _ours(store, batch) as connection:
+                batch_rows.finish_batch(
+                    connection, batch.number, store.clock(), output_days=self._output_days
+                )
         return True
 
     def _free_left(self, connection: Connection) -> None:
@@ -82,9 +88,22 @@ def delete_content(store: JobStore, file: FileRow) -> None:
         files.delete_records(store.database, file)
 
 
+@contextmanager
+def _ours(store: JobStore, batch: BatchRow) -> Iterator[Connection]:
+    """A transaction during which nobody else ends the batch, nor retries it.
+
+    Errors: `NotOursError` when another server has it, or it has ended.
+    """
+    with store.database.write() as connection:
+        if not batch_rows.try_hold(connection, batch.number, store.server_id, _ENDING):
+            raise NotOursError
+        yield connection
+
+
 def _record_unanswered(store: JobStore, batch: BatchRow) -> None:
+    """Errors: `NotOursError`."""
     if not batch.total:  # ended while its file was checked: no line of it was promised
-        with store.database.write() as connection:
+        with _ours(store, batch) as connection:
             work.delete_lines(connection, batch.number)
         return
     code, message = _REASONS[batch.ends_as]
@@ -99,7 +118,7 @@ def _record_unanswered(store: JobStore, batch: BatchRow) -> None:
             Result(place, is_ok=False, record=unanswered_record(custom_id, code, message))
             for place, custom_id in left
         ]
-        with store.database.write() as connection:
+        with _ours(store, batch) as connection:
             work.record_results(
                 connection, batch.number, store.server_id, results, now_s=store.clock()
             )

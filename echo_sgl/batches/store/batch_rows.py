@@ -78,10 +78,12 @@ def num_waiting_lines(connection: Connection) -> int:
     return sum(int(connection.execute(query).scalar_one()) for query in (known, unread))
 
 
-def try_hold(connection: Connection, number: int, owner: str) -> bool:
-    """Whether `owner` still has this batch to validate; then until the transaction ends."""
+def try_hold(
+    connection: Connection, number: int, owner: str, statuses: Sequence[str] = ("validating",)
+) -> bool:
+    """Whether `owner` still has this batch to validate, or end; then until the transaction ends."""
     query = select(batches.c.number).where(
-        batches.c.number == number, batches.c.status == "validating", batches.c.owner == owner
+        batches.c.number == number, batches.c.status.in_(statuses), batches.c.owner == owner
     )
     return connection.execute(query.with_for_update()).first() is not None
 
