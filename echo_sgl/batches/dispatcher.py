@@ -58,7 +58,9 @@ class Dispatcher:
         self._engine = engine
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(4, "echo-batches")
-        self._table = JobTable(store, engine, self._threads)
+        self._table = JobTable(
+            store, engine, self._threads, max_stored_bytes=config.max_stored_bytes
+        )
         self._limit = SendLimit(config.window_lines, config.window_tokens)
         self._level = ShareLevel()
         self._rng = random.Random()  # jitter only: lines must not come back in step
@@ -158,7 +160,7 @@ class Dispatcher:
 
     async def _follow(self) -> None:
         rows = await self._table.follow(self._fleet_lines_per_s)
-        self._metrics.show_batches(rows)
+        self._metrics.show_batches(rows, self._table.full_tenants)
         self._validator.ending = {row.number for row in rows if row.status in _BATCH_ENDS}
         if self._validator.ending:
             self._ends.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from echo_sgl.batches.active_job import ActiveJob
 from echo_sgl.batches.fairness import Applicant, choose_active
+from echo_sgl.batches.limits import FullTenants
 from echo_sgl.batches.line_engine import LineEngine
 from echo_sgl.batches.served import ServedBatches
 from echo_sgl.batches.store import batch_rows, work
@@ -31,24 +32,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The open batches, what this server has claimed of them, and how many servers there are."""
+    """The open batches, what this server has claimed of them, how many servers there are, and
+    which tenants may store no more answers.
+    """
 
     rows: Sequence[BatchRow]
     owned: Sequence[tuple[int, Span]]
     num_servers: int
+    full_tenants: Set[str]
 
 
 class JobTable:
     """Follows the batches' states: new ones are taken up, ended and paused ones let go."""
 
-    def __init__(self, store: JobStore, engine: LineEngine, threads: Executor) -> None:
+    def __init__(
+        self, store: JobStore, engine: LineEngine, threads: Executor, *, max_stored_bytes: int
+    ) -> None:
         self._store = store
         self._engine = engine
         self._threads = threads
         self._served = ServedBatches(engine)
+        self._storage = FullTenants(max_stored_bytes)
         self._is_closed = False
         self.jobs: dict[int, ActiveJob] = {}
         self.num_servers = 1
+        self.full_tenants: Set[str] = frozenset()
 
     async def follow(self, lines_per_s: float | None) -> Sequence[BatchRow]:
         """Look at the open batches, which are returned; not twice at a time.
@@ -57,11 +65,12 @@ class JobTable:
         """
         known = self._held()
         look = await self._run(self._look_up)
-        self.num_servers = look.num_servers
+        self.num_servers, self.full_tenants = look.num_servers, look.full_tenants
         rows = {row.number: row for row in look.rows}
         is_ready = self._engine.is_ready()
         foreign = await self._served.foreign(look.rows) if is_ready else set()
-        wanted = self._wanted(rows, foreign, lines_per_s)
+        full = {row.number for row in look.rows if row.tenant in look.full_tenants}
+        wanted = self._wanted(rows, foreign | full, lines_per_s)
         await self._take_up(rows, wanted, is_ready=is_ready)
         await self._free_forgotten(look.owned, known | self._held())
         return look.rows
@@ -86,11 +95,12 @@ class JobTable:
             rows = batch_rows.open_batches(connection)
             owned = work.owned_ranges(connection, ours)
             servers = self._store.peers.live(connection, now_s)
+            full_tenants = self._storage.look(connection, rows, now_s)
         if any(row.expires_at_s <= now_s and row.status in _EXPIRING for row in rows):
             with self._store.database.write() as connection:
                 batch_rows.expire_batches(connection, now_s)
                 rows = batch_rows.open_batches(connection)
-        return _Look(rows, owned, len(servers))
+        return _Look(rows, owned, len(servers), full_tenants)
 
     async def _take_up(
         self, rows: Mapping[int, BatchRow], wanted: dict[int, ActiveJob], *, is_ready: bool
@@ -110,13 +120,13 @@ class JobTable:
             self.jobs = wanted | self.jobs
 
     def _wanted(
-        self, rows: Mapping[int, BatchRow], foreign: set[int], lines_per_s: float | None
+        self, rows: Mapping[int, BatchRow], but_not: set[int], lines_per_s: float | None
     ) -> dict[int, ActiveJob]:
         """Batches to work on: not too many, so that what is claimed of them stays bounded."""
         jobs = {
             number: ActiveJob.of_row(row, self._served.names)
             for number, row in rows.items()
-            if row.status == "in_progress" and row.paused_at_s is None and number not in foreign
+            if row.status == "in_progress" and row.paused_at_s is None and number not in but_not
         }
         active = {number for number, job in self.jobs.items() if not job.is_dropped}
         applicants = [

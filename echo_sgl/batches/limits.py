@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+from sqlalchemy import Connection
 
 from echo_sgl.batches.api_errors import ApiError
+from echo_sgl.batches.store import files
+from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.blobs import Draft
 from echo_sgl.config import BatchesConfig
+
+SUM_INTERVAL_S = 5.0
+logger = logging.getLogger(__name__)
 
 
 def check_storage(config: BatchesConfig, num_files: int, num_bytes: int) -> None:
@@ -21,6 +29,43 @@ def check_storage(config: BatchesConfig, num_files: int, num_bytes: int) -> None
             "Delete some",
             code="storage_limit_reached",
         )
+
+
+class FullTenants:
+    """Finds tenants whose files and answers are at the bound: their batches wait, as if paused.
+
+    What open batches have answered stands in their rows. Files are summed up when a batch comes or
+    ends, and every `SUM_INTERVAL_S`.
+    """
+
+    def __init__(self, max_stored_bytes: int) -> None:
+        self._max_bytes = max_stored_bytes
+        self._file_bytes: Mapping[str, int] = {}
+        self._numbers: set[int] = set()
+        self._next_sum_s = 0.0
+        self._full: set[str] = set()
+
+    def look(self, connection: Connection, rows: Sequence[BatchRow], now_s: float) -> set[str]:
+        """Those with batches in progress among the open ones; each is logged once."""
+        numbers = {row.number for row in rows}
+        if numbers != self._numbers or now_s >= self._next_sum_s:
+            self._file_bytes = files.stored_bytes(connection, {row.tenant for row in rows})
+            self._numbers, self._next_sum_s = numbers, now_s + SUM_INTERVAL_S
+        stored = Counter(self._file_bytes)
+        for row in rows:
+            stored[row.tenant] += row.output_bytes + row.error_bytes
+        running = {row.tenant for row in rows if row.status == "in_progress"}
+        full = {tenant for tenant in running if stored[tenant] >= self._max_bytes}
+        for tenant in full - self._full:
+            logger.warning(
+                "batches of the key %r wait: %d bytes are stored for it with what they have "
+                "answered, allowed are %d (max_stored_bytes). They go on when it deletes files",
+                tenant,
+                stored[tenant],
+                self._max_bytes,
+            )
+        self._full = full
+        return full
 
 
 class Rate:

@@ -7,14 +7,15 @@ series are made when the dispatcher starts.
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from echo_sgl.batches.store.batch_rows import OPEN, BatchRow
 
 PAUSED = "paused"
+FULL = "storage_full"
 _PAUSABLE = ("validating", "in_progress")
-SHOWN_STATUSES = (*OPEN, PAUSED)
+SHOWN_STATUSES = (*OPEN, PAUSED, FULL)
 OUTCOMES = ("answered", "failed")
 
 
@@ -52,10 +53,13 @@ class JobMetrics:
     def create(*, enabled: bool) -> JobMetrics:
         return JobMetrics() if enabled else _NoJobMetrics()
 
-    def show_batches(self, rows: Iterable[BatchRow]) -> None:
-        """Refresh what follows from the open batches; about once a second."""
+    def show_batches(self, rows: Iterable[BatchRow], full_tenants: Collection[str] = ()) -> None:
+        """Refresh what follows from the open batches; about once a second.
+
+        `full_tenants` may store no more answers.
+        """
         rows = list(rows)
-        counts = Tally(PAUSED if _is_paused(row) else row.status for row in rows)
+        counts = Tally(_shown_status(row, full_tenants) for row in rows)
         for status in SHOWN_STATUSES:
             self._open.labels(status).set(counts[status])
         self._waiting.set(sum(row.total - row.completed - row.failed for row in rows))
@@ -70,9 +74,11 @@ class JobMetrics:
             self._lines.labels(outcome).inc(num_lines)
 
 
-def _is_paused(row: BatchRow) -> bool:
+def _shown_status(row: BatchRow, full_tenants: Collection[str]) -> str:
     """A batch that ends keeps its pause until it has ended, but waits for nobody."""
-    return row.paused_at_s is not None and row.status in _PAUSABLE
+    if row.paused_at_s is not None and row.status in _PAUSABLE:
+        return PAUSED
+    return FULL if row.status == "in_progress" and row.tenant in full_tenants else str(row.status)
 
 
 class _NoJobMetrics(JobMetrics):
@@ -81,7 +87,7 @@ class _NoJobMetrics(JobMetrics):
     def __init__(self) -> None:
         pass
 
-    def show_batches(self, rows: Iterable[BatchRow]) -> None:
+    def show_batches(self, rows: Iterable[BatchRow], full_tenants: Collection[str] = ()) -> None:
         pass
 
     def show_in_flight(self, num_lines: int) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NOTHING = "-"
 KINDS = ("prefill", "decode", "mixed")
 EVIDENCE = {0.0: "too little", 1.0: "old", 2.0: "fresh"}
-STATUSES = ("validating", "in_progress", "paused", "finalizing", "cancelling")
+STATUSES = ("validating", "in_progress", "paused", "storage_full", "finalizing", "cancelling")
 PROMISED = "promised"
 EXACT_NUMBER, EXACT_RATE = 100_000, 1000
 

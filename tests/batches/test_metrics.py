@@ -68,7 +68,7 @@ def test_metrics_follow_batches_from_their_start_to_their_end(tmp_path: Path) ->
     assert quiet["echo_sgl_open_batchespaused"] == 1
 
 
-PAUSED_SCRIPT = """
+WAITING_SCRIPT = """
 import json
 from types import SimpleNamespace
 from prometheus_client import REGISTRY
@@ -77,20 +77,25 @@ from echo_sgl.batches.metrics import SHOWN_STATUSES, JobMetrics
 statuses = ("validating", "in_progress", "finalizing", "cancelling")
 lines = {"total": 5, "completed": 1, "failed": 1}
 rows = [SimpleNamespace(status=status, paused_at_s=9.0, **lines) for status in statuses]
-JobMetrics().show_batches(rows)
+rows += [
+    SimpleNamespace(status=status, paused_at_s=None, tenant=tenant, **lines)
+    for tenant in ("full", "other") for status in ("in_progress", "finalizing")
+]
+JobMetrics().show_batches(rows, {"full"})
 name = "echo_sgl_open_batches"
 print(json.dumps({s: REGISTRY.get_sample_value(name, {"status": s}) for s in SHOWN_STATUSES}))
 """
 
 
-def test_a_paused_batch_that_ends_counts_as_one_that_ends() -> None:
+def test_a_batch_that_waits_counts_as_waiting_until_it_ends() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PAUSED_SCRIPT], check=True, capture_output=True, text=True
+        [sys.executable, "-c", WAITING_SCRIPT], check=True, capture_output=True, text=True
     )
     assert json.loads(result.stdout) == {
         "validating": 0,
-        "in_progress": 0,
-        "finalizing": 1,
+        "in_progress": 1,
+        "finalizing": 3,
         "cancelling": 1,
         "paused": 2,
+        "storage_full": 1,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -103,6 +103,13 @@ def count_files(connection: Connection, tenant: str) -> tuple[int, int]:
         batches.c.tenant == tenant, batches.c.status.in_(_OPEN)
     )
     return int(found[0]), int(found[1]) + int(connection.execute(answered).scalar_one())
+
+
+def stored_bytes(connection: Connection, tenants: Collection[str]) -> dict[str, int]:
+    """Bytes of the files of each of these tenants that has any."""
+    query = select(files.c.tenant, func.sum(files.c.num_bytes)).where(files.c.tenant.in_(tenants))
+    found = connection.execute(query.group_by(files.c.tenant))
+    return {tenant: int(num_bytes) for tenant, num_bytes in found}
 
 
 def open_batch_of(connection: Connection, file_id: str) -> str | None:
