@@ -14,32 +14,13 @@ from echo_sgl.batches.api import batch_router
 from echo_sgl.batches.dispatcher import Dispatcher
 from echo_sgl.batches.line_engine import LineEngine
 from echo_sgl.batches.metrics import JobMetrics
+from echo_sgl.batches.progress import LateProgress
 from echo_sgl.batches.service import BatchService
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.tenants import Tenants
 from echo_sgl.config import BatchesConfig
 
 logger = logging.getLogger(__name__)
-
-
-class LateProgress:
-    """The dispatcher as the service sees it; it is made when the event loop runs."""
-
-    def __init__(self, engine: LineEngine) -> None:
-        self._engine = engine
-        self.dispatcher: Dispatcher | None = None
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        return self._engine.endpoints
-
-    @property
-    def lines_per_s(self) -> float | None:
-        return self.dispatcher.lines_per_s if self.dispatcher else None
-
-    def wake(self) -> None:
-        if self.dispatcher:
-            self.dispatcher.wake()
 
 
 def add_batch_service(

@@ -37,6 +37,7 @@ from echo_sgl.config import BatchesConfig
 
 LOOK_INTERVAL_S = 1.0
 FILES_INTERVAL_S = 60.0
+DELETE_PAUSE_S = 0.1  # who waits for SQLite's lock looks that often
 MAX_CLAIM_BYTES = 4_000_000
 MAX_AHEAD_BYTES = 64_000_000  # of requests that wait for the window, beside one claim of each job
 REFUSED_BACKOFF_CAP_S = 10.0
@@ -67,6 +68,7 @@ class Dispatcher:
         self._rate = RateMeter()
         self._look = asyncio.Event()
         self._ends = asyncio.Event()
+        self._deletes = asyncio.Event()
         self._lease = Lease(store, engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._validator = Validator(
@@ -89,8 +91,11 @@ class Dispatcher:
 
     def wake(self) -> None:
         """Look at the batches now; may be called from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._look.set)
+        self._wake(self._look)
+
+    def wake_deleter(self) -> None:
+        """Take away now what deleted files held; may be called from any thread."""
+        self._wake(self._deletes)
 
     def start(self) -> None:
         """Begin to work; call it on the event loop."""
@@ -145,6 +150,10 @@ class Dispatcher:
         self._lease.let_lapse()
         self.begin_stop()
 
+    def _wake(self, event: asyncio.Event) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(event.set)
+
     async def _run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
@@ -154,9 +163,7 @@ class Dispatcher:
         while True:
             self._look.clear()
             await safely(self._follow)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_INTERVAL_S):
-                    await self._look.wait()
+            await _wait(self._look, LOOK_INTERVAL_S)
 
     async def _follow(self) -> None:
         rows = await self._table.follow(self._fleet_lines_per_s)
@@ -362,5 +369,17 @@ class Dispatcher:
 
     async def _delete_files(self) -> None:
         while True:
-            await safely(partial(self._run, ending.delete_expired_files, self._store))
-            await asyncio.sleep(FILES_INTERVAL_S)
+            self._deletes.clear()
+            await safely(self._delete_expired)
+            await _wait(self._deletes, FILES_INTERVAL_S)
+
+    async def _delete_expired(self) -> None:
+        parts = ending.delete_expired_files(self._store)
+        while await self._run(next, parts, None) is not None:
+            await asyncio.sleep(DELETE_PAUSE_S)
+
+
+async def _wait(event: asyncio.Event, at_most_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(at_most_s):
+            await event.wait()

@@ -65,8 +65,12 @@ class Ender:
                 batch_rows.release_batch(connection, row.number, owner)
 
 
-def delete_expired_files(store: JobStore) -> None:
-    """Delete files whose time is over, unless a batch still reads them. Blocks."""
+def delete_expired_files(store: JobStore) -> Iterator[str]:
+    """Delete files whose time is over, unless a batch still reads them. Blocks at each step.
+
+    Results go in parts: after each comes their file's id, and others should get to write. Cut
+    short, it is done again: the file is among the `expired_files`.
+    """
     with store.database.write() as connection:
         gone = [
             file
@@ -77,15 +81,16 @@ def delete_expired_files(store: JobStore) -> None:
             files.delete_file(connection, file, store.clock())
         files.forget_gone(connection, store.clock())
     for file in gone:
-        delete_content(store, file)
+        if file.source == "blob":
+            store.blobs.delete(file.id)
+        else:
+            while _delete_records(store, file):
+                yield file.id
 
 
-def delete_content(store: JobStore, file: FileRow) -> None:
-    """Delete what a file held whose row says that it is gone, or that has none. Blocks."""
-    if file.source == "blob":
-        store.blobs.delete(file.id)
-    else:
-        files.delete_records(store.database, file)
+def _delete_records(store: JobStore, file: FileRow) -> bool:
+    with store.database.write() as connection:
+        return files.delete_records(connection, file)
 
 
 @contextmanager

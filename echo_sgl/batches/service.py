@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Connection
 
 from echo_sgl.batches.api_errors import ApiError, not_found
-from echo_sgl.batches.ending import delete_content
 from echo_sgl.batches.limits import Rate, UploadsUnderWay, check_storage
 from echo_sgl.batches.objects import HOUR_S, batch_object, file_object, page_object
+from echo_sgl.batches.progress import Progress
 from echo_sgl.batches.store import batch_rows, bounds, files, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.blobs import Draft
@@ -31,21 +31,6 @@ MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
 DAY_S = 86_400
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _WINDOW = re.compile(r"([1-9]\d?)h")
-
-
-class Progress(Protocol):
-    """What the service needs of the dispatcher."""
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """URLs that lines may go to."""
-
-    @property
-    def lines_per_s(self) -> float | None:
-        """Measured rate; None until enough was measured."""
-
-    def wake(self) -> None:
-        """Look at the batches now; may be called from any thread."""
 
 
 class BatchService:
@@ -140,6 +125,7 @@ class BatchService:
         return file.num_bytes, files.record_slices(self.store.database, file)
 
     def delete_file(self, tenant: str, file_id: str) -> dict[str, Any]:
+        """Nobody sees the file any more; results take a while to go, and do that elsewhere."""
         with self.store.database.write() as connection:
             file = self._file(connection, tenant, file_id)
             if user := files.open_batch_of(connection, file.id):
@@ -147,7 +133,10 @@ class BatchService:
                     409, f"{user} still reads this file; cancel it first, or wait for its end"
                 )
             files.delete_file(connection, file, self.store.clock())
-        delete_content(self.store, file)
+        if file.source == "blob":
+            self.store.blobs.delete(file.id)
+        else:
+            self._progress.wake_deleter()
         return {"id": file_id, "object": "file", "deleted": True}
 
     def create_batch(

@@ -13,7 +13,7 @@ from echo_sgl.config import DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
 from echo_sgl.engine.settings import active_config
 
 if TYPE_CHECKING:
-    from echo_sgl.batches.assembly import LateProgress
+    from echo_sgl.batches.progress import LateProgress
 
 TENANT_PATHS = "/v1/"
 

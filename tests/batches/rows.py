@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import orjson
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from echo_sgl.batches.replies import Usage
 from echo_sgl.batches.store import batch_rows, files, work
@@ -139,6 +139,12 @@ def crashes(store: JobStore, number: int) -> list[int]:
     query = select(lines.c.crashes).where(lines.c.batch_number == number)
     with store.database.read() as connection:
         return list(connection.execute(query.order_by(lines.c.position)).scalars())
+
+
+def num_lines(store: JobStore, number: int) -> int:
+    query = select(func.count()).where(lines.c.batch_number == number)
+    with store.database.read() as connection:
+        return int(connection.execute(query).scalar_one())
 
 
 def finish(store: JobStore, number: int) -> batch_rows.BatchRow:

@@ -21,7 +21,7 @@ from echo_sgl.batches.store.schema import batches, blob_chunks, lines
 from echo_sgl.batches.uploads import Upload
 from echo_sgl.config import BatchesConfig
 from tests.batches.conftest import OpenStore
-from tests.batches.rows import add_batch, add_file, answer, claim, finish
+from tests.batches.rows import add_batch, add_file, answer, claim, finish, num_lines
 
 TENANT = "one"
 
@@ -32,8 +32,14 @@ class Idle:
     endpoints = ("/v1/completions",)
     lines_per_s = 1.0
 
+    def __init__(self) -> None:
+        self.num_deletes = 0
+
     def wake(self) -> None:
         pass
+
+    def wake_deleter(self) -> None:
+        self.num_deletes += 1
 
 
 def service_of(store: JobStore, **settings: object) -> BatchService:
@@ -83,6 +89,25 @@ def test_what_open_batches_have_answered_counts_as_stored(store: JobStore) -> No
     answer(store, number, [0, 1, 2, 3], done=None)
     assert code_of(lambda: create(service, file_id)) == "storage_limit_reached"
     assert code_of(lambda: upload(service)) == "storage_limit_reached"
+
+
+def test_results_are_gone_at_once_and_taken_away_by_somebody_else(store: JobStore) -> None:
+    number = add_batch(store, 4)
+    claimed = claim(store, number)
+    assert claimed is not None
+    answer(store, number, [0, 1, 2, 3], done=claimed[0])
+    with store.database.write() as connection:
+        ended = batch_rows.finish_batch(connection, number, store.clock(), output_days=30)
+    deleter = Idle()
+    service = BatchService(store, BatchesConfig(max_stored_bytes=50), deleter)
+    assert code_of(lambda: upload(service)) == "storage_limit_reached"
+    service.delete_file(TENANT, ended.output_file_id)
+    assert deleter.num_deletes == 1
+    assert num_lines(store, number) == 4
+    assert code_of(lambda: service.file_content(TENANT, ended.output_file_id)) is not None
+    assert upload(service)
+    assert list(delete_expired_files(store)) == []
+    assert num_lines(store, number) == 0
 
 
 def test_new_batches_are_bounded_in_a_minute(store: JobStore) -> None:
@@ -169,7 +194,7 @@ def test_batches_are_forgotten_a_while_after_their_results(store: JobStore) -> N
     service = service_of(store)
     create(service, upload(service))
     assert service.get_batch(TENANT, old.id)  # for its output file is there
-    delete_expired_files(store)
+    assert list(delete_expired_files(store)) == []
     kept = create(service, upload(service))
     with pytest.raises(ApiError, match=f"no batch has the id '{old.id}'"):
         service.get_batch(TENANT, old.id)

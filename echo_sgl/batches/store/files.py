@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -30,8 +29,8 @@ OUTCOME_OF_SOURCE = {"completed": COMPLETED, "failed": FAILED}
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _SLICE_BYTES = 1_000_000
 _DELETE_BYTES = 64_000_000  # about what one transaction deletes
-_PAUSE_S = 0.1  # who waits for SQLite's lock looks that often
 _GONE_AT_S = 0.0
+_IS_KEPT = files.c.expires_at_s.is_distinct_from(_GONE_AT_S)
 _REMEMBER_S = 86_400.0
 FileRow = Row[Any]
 
@@ -97,7 +96,7 @@ def forget_gone(connection: Connection, now_s: float) -> None:
 def count_files(connection: Connection, tenant: str) -> tuple[int, int]:
     """How many files a tenant has, and the bytes of them and of what open batches have answered."""
     counts = select(func.count(), func.coalesce(func.sum(files.c.num_bytes), 0))
-    found = connection.execute(counts.where(files.c.tenant == tenant)).one()
+    found = connection.execute(counts.where(files.c.tenant == tenant, _IS_KEPT)).one()
     num_bytes = func.sum(batches.c.output_bytes + batches.c.error_bytes)
     answered = select(func.coalesce(num_bytes, 0)).where(
         batches.c.tenant == tenant, batches.c.status.in_(_OPEN)
@@ -107,8 +106,8 @@ def count_files(connection: Connection, tenant: str) -> tuple[int, int]:
 
 def stored_bytes(connection: Connection, tenants: Collection[str]) -> dict[str, int]:
     """Bytes of the files of each of these tenants that has any."""
-    query = select(files.c.tenant, func.sum(files.c.num_bytes)).where(files.c.tenant.in_(tenants))
-    found = connection.execute(query.group_by(files.c.tenant))
+    query = select(files.c.tenant, func.sum(files.c.num_bytes)).group_by(files.c.tenant)
+    found = connection.execute(query.where(files.c.tenant.in_(tenants), _IS_KEPT))
     return {tenant: int(num_bytes) for tenant, num_bytes in found}
 
 
@@ -136,17 +135,24 @@ def delete_file(connection: Connection, file: FileRow, now_s: float) -> None:
     connection.execute(update(files).where(ours).values(expires_at_s=_GONE_AT_S))
 
 
-def delete_records(database: Database, file: FileRow) -> None:
-    """Delete the records of an output or error file that nobody sees any more, and then its row.
-
-    Others write in between. Cut short, it is done again: the file is among the `expired_files`.
+def delete_records(connection: Connection, file: FileRow) -> bool:
+    """Delete some records of an output or error file that nobody sees any more, and its row with
+    the last; whether any are left.
     """
-    num_each = _records_in(file, _DELETE_BYTES)
-    while True:
-        with database.write() as connection:
-            if not _delete_some(connection, file, num_each):
-                return
-        time.sleep(_PAUSE_S)
+    ours = (files.c.number == file.number) & (files.c.expires_at_s == _GONE_AT_S)
+    # Other servers may be at it too, or be done.
+    if connection.execute(select(files.c.number).where(ours).with_for_update()).first() is None:
+        return False
+    outcome, num_records = OUTCOME_OF_SOURCE[file.source], _records_in(file, _DELETE_BYTES)
+    records = (lines.c.batch_number == file.batch_number) & (lines.c.outcome == outcome)
+    query = select(lines.c.position).where(records).order_by(lines.c.position).limit(num_records)
+    positions = connection.execute(query).scalars().all()
+    if positions:
+        connection.execute(delete(lines).where(records, lines.c.position <= positions[-1]))
+    if len(positions) == num_records:
+        return True
+    connection.execute(delete(files).where(ours))
+    return False
 
 
 def extend_file(connection: Connection, file_id: str, until_s: float) -> None:
@@ -194,24 +200,6 @@ def record_slices(database: Database, file: FileRow) -> Iterator[bytes]:
 
 def _records_in(file: FileRow, num_bytes: int) -> int:
     return max(1, num_bytes * int(file.num_lines) // max(1, int(file.num_bytes)))
-
-
-def _delete_some(connection: Connection, file: FileRow, num_records: int) -> bool:
-    """Delete the next records of a file, and its row with the last; whether any are left."""
-    ours = (files.c.number == file.number) & (files.c.expires_at_s == _GONE_AT_S)
-    # Other servers may be at it too, or be done.
-    if connection.execute(select(files.c.number).where(ours).with_for_update()).first() is None:
-        return False
-    outcome = OUTCOME_OF_SOURCE[file.source]
-    records = (lines.c.batch_number == file.batch_number) & (lines.c.outcome == outcome)
-    query = select(lines.c.position).where(records).order_by(lines.c.position).limit(num_records)
-    positions = connection.execute(query).scalars().all()
-    if positions:
-        connection.execute(delete(lines).where(records, lines.c.position <= positions[-1]))
-    if len(positions) == num_records:
-        return True
-    connection.execute(delete(files).where(ours))
-    return False
 
 
 def _visible(tenant: str, now_s: float) -> Select[Any]:
