@@ -23,7 +23,7 @@ from echo_sgl.batches.store import work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result, Span, WaitingLine
-from echo_sgl.batches.window import MAX_CRASHES
+from echo_sgl.batches.window import MAX_CRASHES, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Line:
     head: bytes
     tokens: int
     hold: Hold
+    num_requests: int = 1
     num_crashes: int = 0
     num_broken: int = 0
     num_refused: int = 0
@@ -56,6 +57,10 @@ class Line:
     def request(self, rid: str) -> bytes:
         """What is sent, under this id where it can have one."""
         return with_rid(self.head, rid) if self.takes_rid else without_rid(self.head)
+
+    @property
+    def weight(self) -> Weight:
+        return Weight(self.tokens, self.num_requests, self.num_crashes)
 
     @property
     def is_last_try(self) -> bool:
@@ -240,6 +245,7 @@ def _line(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> Line
         request_head(line, job.model_names),
         item.tokens,
         hold,
+        line.num_requests,
         item.num_crashes,
         takes_rid=takes_rid(line),
     )

@@ -172,7 +172,7 @@ class Dispatcher:
         if self._validator.ending:
             self._ends.set()
         self._fill()
-        self._metrics.show_in_flight(self._limit.num_requests)
+        self._metrics.show_in_flight(self._limit.num_lines)
 
     @property
     def _fleet_lines_per_s(self) -> float | None:
@@ -196,7 +196,7 @@ class Dispatcher:
             loads = [job.load for job in ready.values()]
             chosen = choose_job(loads, self._store.clock(), self._fleet_lines_per_s)
             job = ready[chosen.number]
-            if not self._limit.fits(job.pending[0].tokens, job.pending[0].num_crashes):
+            if not self._limit.fits(job.pending[0].weight):
                 break
             self._send(job, job.take_line())
         for job in self._table.jobs.values():
@@ -251,7 +251,7 @@ class Dispatcher:
             job.forget_lines()
 
     def _send(self, job: ActiveJob, line: Line) -> None:
-        self._limit.take(line.tokens, line.num_crashes)
+        self._limit.take(line.weight)
         self._rate.start(time.monotonic())
         job.sent_tokens += line.tokens
         rid = new_request_id()
@@ -270,7 +270,7 @@ class Dispatcher:
             if result is not None:
                 self._put(Finished(job, result, line.hold, line))
             else:
-                self._limit.give(line.tokens, line.num_crashes)
+                self._limit.give(line.weight)
                 self._count_lines(0)
                 if job.is_dropped and job.is_idle:
                     self._look.set()
@@ -324,7 +324,7 @@ class Dispatcher:
             delay_s = backoff_s(line.num_refused, self._rng, cap_s=REFUSED_BACKOFF_CAP_S)
             self._again(job, line, delay_s)
             return None
-        self._limit.grow()
+        self._limit.grow(line.num_requests)
         if verdict is Verdict.BROKEN:
             line.num_broken += 1
             if line.num_broken < self._config.max_line_attempts:
@@ -344,17 +344,17 @@ class Dispatcher:
     def _after_recorded(self, group: list[Finished]) -> None:
         for item in group:
             if item.sent is not None:
-                self._limit.give(item.sent.tokens, item.sent.num_crashes)
+                self._limit.give(item.sent.weight)
         self._metrics.count_lines(item.result.is_ok for item in group)
         self._count_lines(len(group))
         if any(item.job.is_dropped or not item.job.holds for item in group):
             self._look.set()
         self._fill()
-        self._metrics.show_in_flight(self._limit.num_requests)
+        self._metrics.show_in_flight(self._limit.num_lines)
 
     def _count_lines(self, num_lines: int) -> None:
         """Lines have given their places back, recorded or given up."""
-        self._rate.add(num_lines, time.monotonic(), is_busy=self._limit.num_requests > 0)
+        self._rate.add(num_lines, time.monotonic(), is_busy=self._limit.num_lines > 0)
 
     async def _end(self) -> None:
         """End batches, beside all else: a large one takes a while."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from echo_sgl.config import MAX_POOL_REQUESTS
+
 MAX_CUSTOM_ID_CHARS = 64
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_MODEL_CHARS = 4096  # a model may be named by its path
@@ -19,6 +21,7 @@ URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
 INPUT_FIELDS = {CHAT_URL: "messages", COMPLETIONS_URL: "prompt", EMBEDDINGS_URL: "input"}
 CHAT_ANSWER_TOKENS = 256  # taken for granted: SGLang lets it fill the context
 COMPLETION_ANSWER_TOKENS = 16  # SGLang's own limit, as OpenAI's
+EMBEDDING_ANSWER_TOKENS = 1  # the step that computes it
 _MAX_SHOWN_CHARS = 80
 
 
@@ -33,6 +36,20 @@ class BatchLine:
     @property
     def model(self) -> str:
         return str(self.body["model"])
+
+    @property
+    def num_prompts(self) -> int:
+        """A list of texts or of lists is so many prompts, a list of token ids is one."""
+        given = self.body.get(INPUT_FIELDS[self.url])
+        if self.url == CHAT_URL or not isinstance(given, list) or not given:
+            return 1
+        return 1 if isinstance(given[0], int | float) else len(given)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the engine makes of it: `n` for each prompt. SGLang reads no `best_of`."""
+        num_answers = 1 if self.url == EMBEDDINGS_URL else whole_number(self.body.get("n"))
+        return min(self.num_prompts * max(1, num_answers), MAX_POOL_REQUESTS)
 
 
 class LineError(ValueError):
@@ -51,7 +68,17 @@ def answer_limits(url: str) -> tuple[tuple[str, ...], int]:
     """The fields that bound an answer there, the first one given counts; and its tokens without."""
     if url == COMPLETIONS_URL:
         return ("max_tokens",), COMPLETION_ANSWER_TOKENS
+    if url == EMBEDDINGS_URL:
+        return (), EMBEDDING_ANSWER_TOKENS
     return ("max_completion_tokens", "max_tokens"), CHAT_ANSWER_TOKENS
+
+
+def whole_number(value: object) -> int:
+    """As SGLang reads it, to which "3" and 3.0 are 3, too; 0 for what is no number."""
+    try:
+        return int(value) if isinstance(value, int | float | str) else 0
+    except (ValueError, OverflowError):
+        return 0
 
 
 def parse_line(raw: bytes) -> BatchLine:

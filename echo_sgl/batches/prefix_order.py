@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from echo_sgl.batches.lines import CHAT_URL, INPUT_FIELDS, BatchLine, answer_limits
+from echo_sgl.batches.lines import CHAT_URL, INPUT_FIELDS, BatchLine, answer_limits, whole_number
 
 CHUNK_BYTES = 64
 BYTES_PER_TOKEN = 4
@@ -47,19 +47,17 @@ def prompt_bytes(line: BatchLine) -> bytes:
 
 
 def estimated_tokens(line: BatchLine, prompt_size_bytes: int) -> int:
-    """About how many tokens the line keeps in the engine: prompt (4 bytes each) and output.
+    """About how many tokens the line keeps in the engine: prompts (4 bytes each) and answers.
 
-    Of an image or a sound, whose bytes say little of that, at most `MAX_PART_TOKENS`.
+    Answers to the same prompt share its KV. Of an image or a sound, whose bytes say little of
+    that, at most `MAX_PART_TOKENS`.
     """
     names, usual_tokens = answer_limits(line.url)
-    for name in names:
-        limit = line.body.get(name)
-        if isinstance(limit, int) and limit > 0:
-            break
-    else:
-        limit = usual_tokens
+    limits = (whole_number(line.body.get(name)) for name in names)
+    limit = next((tokens for tokens in limits if tokens > 0), usual_tokens)
     text_bytes = prompt_size_bytes - sum(map(_excess_bytes, _parts(line)))
-    return text_bytes // BYTES_PER_TOKEN + 1 + min(limit, MAX_OUTPUT_TOKENS)
+    answer_tokens = line.num_requests * min(limit, MAX_OUTPUT_TOKENS)
+    return text_bytes // BYTES_PER_TOKEN + line.num_prompts + answer_tokens
 
 
 def _namespace(line: BatchLine) -> bytes:

@@ -1,4 +1,4 @@
-"""How many requests, and how many tokens, a job keeps in the server at a time."""
+"""How many requests, and how many tokens, jobs keep in the server at a time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,28 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 MAX_CRASHES = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What a line puts on the server: tokens, and the requests that the engine makes of it.
+
+    `num_crashes` says how often the server died with it, see `max_together`.
+    """
+
+    tokens: int
+    num_requests: int = 1
+    num_crashes: int = 0
+
+
 def max_together(num_crashes: int, window: int) -> int:
-    """How many requests may be in the server together with one that it died on so often.
+    """How many lines may be in the server together with one that it died on so often.
 
     One of all that were in the server may have killed it. From a window of 256, the suspects go
-    by 16 and then one by one: after `MAX_CRASHES` only a request that was alone is to blame.
+    by 16 and then one by one: after `MAX_CRASHES` only a line that was alone is to blame.
     """
     return (window, max(1, math.isqrt(window)), 1)[min(num_crashes, MAX_CRASHES - 1)]
 
@@ -24,55 +37,61 @@ def max_together(num_crashes: int, window: int) -> int:
 class SendLimit:
     """Counts what is in flight against its bounds; shrinks while the server refuses.
 
-    Halving on a refusal and growing by one in `num` answers is TCP's rule: it settles near
+    Halving on a refusal and growing by one in a window of answers is TCP's rule: it settles near
     what the server takes, instead of asking it again and again with everything at once.
-    `num_crashes` of a request says how often the server died with it, see `max_together`.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._limit = float(max_requests)
-        self.num_requests = 0
+        self.num_lines = 0
+        self._num_requests = 0
         self._tokens = 0
-        self._crashes: Counter[int] = Counter()  # of the requests in flight
+        self._crashes: Counter[int] = Counter()  # of the lines in flight
 
     @property
     def limit(self) -> int:
         """Requests that may be in flight now."""
         return max(1, int(self._limit))
 
-    def fits(self, tokens: int, num_crashes: int = 0) -> bool:
-        """Whether a request of that many tokens may go now; one alone always may."""
-        if self.num_requests == 0:
+    def fits(self, line: Weight) -> bool:
+        """Whether such a line may go now; one alone always may."""
+        if self.num_lines == 0:
             return True
-        suspicion = max(num_crashes, *self._crashes)
-        limit = min(self.limit, max_together(suspicion, self._max_requests))
-        return self.num_requests < limit and self._tokens + tokens <= self._max_tokens
+        suspicion = max(line.num_crashes, *self._crashes)
+        return (
+            self.num_lines < max_together(suspicion, self._max_requests)
+            and self._num_requests + line.num_requests <= self.limit
+            and self._tokens + line.tokens <= self._max_tokens
+        )
 
-    def take(self, tokens: int, num_crashes: int = 0) -> None:
-        self.num_requests += 1
-        self._tokens += tokens
-        self._crashes[num_crashes] += 1
+    def take(self, line: Weight) -> None:
+        self.num_lines += 1
+        self._num_requests += line.num_requests
+        self._tokens += line.tokens
+        self._crashes[line.num_crashes] += 1
 
-    def give(self, tokens: int, num_crashes: int = 0) -> None:
-        self.num_requests -= 1
-        self._tokens -= tokens
-        self._crashes[num_crashes] -= 1
-        if not self._crashes[num_crashes]:
-            del self._crashes[num_crashes]
+    def give(self, line: Weight) -> None:
+        self.num_lines -= 1
+        self._num_requests -= line.num_requests
+        self._tokens -= line.tokens
+        self._crashes[line.num_crashes] -= 1
+        if not self._crashes[line.num_crashes]:
+            del self._crashes[line.num_crashes]
 
     def shrink(self) -> None:
-        """The server refused a request: keep half of what is in flight now."""
-        self._limit = max(1.0, min(self._limit, self.num_requests) / 2)
+        """The server refused a line: keep half of what is in flight now."""
+        self._limit = max(1.0, min(self._limit, self._num_requests) / 2)
 
-    def grow(self) -> None:
-        """The server answered a request."""
-        self._limit = min(float(self._max_requests), self._limit + 1 / self._limit)
+    def grow(self, num_requests: int = 1) -> None:
+        """The server answered a line of so many requests, which are a window at most."""
+        step = min(1.0, num_requests / self._limit)
+        self._limit = min(float(self._max_requests), self._limit + step)
 
 
 class Window:
-    """A `SendLimit` that requests wait for, first come first served."""
+    """A `SendLimit` that lines wait for, first come first served."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._sends = SendLimit(max_requests, max_tokens)
@@ -85,25 +104,25 @@ class Window:
         return self._sends.limit
 
     @asynccontextmanager
-    async def slot(self, tokens: int, num_crashes: int = 0) -> AsyncIterator[None]:
-        """Hold a place for a request of that many tokens; one alone always fits."""
+    async def slot(self, line: Weight) -> AsyncIterator[None]:
+        """Hold a place for such a line; one alone always fits."""
         async with self._turn, self._changed:
-            await self._changed.wait_for(lambda: self._sends.fits(tokens, num_crashes))
-            self._sends.take(tokens, num_crashes)
+            await self._changed.wait_for(lambda: self._sends.fits(line))
+            self._sends.take(line)
         try:
             yield
         finally:
-            self._sends.give(tokens, num_crashes)
+            self._sends.give(line)
             async with self._changed:
                 self._changed.notify_all()
 
     def shrink(self) -> None:
-        """The server refused a request: keep half of what is in flight now."""
+        """The server refused a line: keep half of what is in flight now."""
         self._sends.shrink()
 
-    def grow(self) -> None:
-        """The server answered a request."""
-        self._sends.grow()
+    def grow(self, num_requests: int = 1) -> None:
+        """The server answered a line of so many requests."""
+        self._sends.grow(num_requests)
 
 
 def backoff_s(

@@ -14,7 +14,7 @@ from echo_sgl.batches.job_file import Entry, LineReader
 from echo_sgl.batches.journal import Journal, Record
 from echo_sgl.batches.lines import EMBEDDINGS_URL, BatchLine
 from echo_sgl.batches.replies import Reply, Usage, Verdict, crashed_record, output_record
-from echo_sgl.batches.window import MAX_CRASHES, Window, backoff_s
+from echo_sgl.batches.window import MAX_CRASHES, Weight, Window, backoff_s
 from echo_sgl.cli.connection import Connection, Loss, first_of
 from echo_sgl.cli.shares import Line, LineShares
 from echo_sgl.cli.tally import Display
@@ -154,12 +154,13 @@ class Sender:
         """Send the line once; None when it is to be sent again."""
         entry = line.entry
         request = self._reader.read(entry)
-        async with target.window.slot(entry.tokens, line.num_crashes):
+        weight = Weight(entry.tokens, request.num_requests, line.num_crashes)
+        async with target.window.slot(weight):
             if target.connection.is_away:
                 return None
             content = self._content(request, target.connection.names)
             reply = await target.connection.post(request.url, content)
-            self._adapt(target, reply)
+            self._adapt(target, reply, weight.num_requests)
         outcome = await self._judge(target, line, reply)
         self._tally.retries += outcome is None
         return outcome
@@ -188,13 +189,13 @@ class Sender:
             body["service_tier"] = OFFLINE_SERVICE_TIER
         return orjson.dumps(body)
 
-    def _adapt(self, target: Target, reply: Reply | Loss) -> None:
+    def _adapt(self, target: Target, reply: Reply | Loss, num_requests: int) -> None:
         if isinstance(reply, Loss):
             return
         if reply.verdict is Verdict.REFUSED:
             target.window.shrink()
         else:
-            target.window.grow()
+            target.window.grow(num_requests)
 
     async def _wait_refused(self, target: Target, reply: Reply, attempt: int) -> None:
         self._num_refused += 1

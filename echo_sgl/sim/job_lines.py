@@ -17,7 +17,6 @@ from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
 
 CHARS_PER_TOKEN = 4
-EMBEDDING_OUTPUT_TOKENS = 1
 MAX_JOB_LINES = 1_000_000
 MAX_ANSWERS = 1000
 
@@ -137,8 +136,6 @@ def _num_answers(path: Path, number: int, row: dict[str, Any]) -> int:
 
 
 def _most_tokens(path: Path, number: int, row: dict[str, Any]) -> int:
-    if row.get("url") == EMBEDDINGS_URL:
-        return EMBEDDING_OUTPUT_TOKENS
     names, usual_tokens = answer_limits(str(row.get("url")))
     for name in names:
         most = row["body"].get(name)

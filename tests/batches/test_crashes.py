@@ -20,7 +20,7 @@ from echo_sgl.batches.store.database import DATABASE_NAME, migration_config, ope
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import lines
 from echo_sgl.batches.store.work import Span
-from echo_sgl.batches.window import MAX_CRASHES, SendLimit, max_together
+from echo_sgl.batches.window import MAX_CRASHES, SendLimit, Weight, max_together
 from tests.batches.client import ENDED, job
 from tests.batches.rows import add_batch, answer, claim, crashes, finish
 from tests.cli.stubs import StubServer
@@ -123,19 +123,20 @@ def test_lines_of_the_first_schema_count_no_crashes(tmp_path: Path) -> None:
 def test_suspects_have_few_neighbours_in_the_window_whoever_comes_first() -> None:
     assert [max_together(count, 256) for count in range(5)] == [256, 16, 1, 1, 1]
     limit = SendLimit(16, 1000)
-    limit.take(1, 1)
+    innocent, suspect, last = (Weight(1, 2, num_crashes) for num_crashes in range(3))
+    limit.take(suspect)
     for _ in range(3):
-        assert limit.fits(1)
-        limit.take(1)
-    assert not limit.fits(1)
-    limit.give(1, 1)
-    assert limit.fits(1)
-    assert not limit.fits(1, 2)
+        assert limit.fits(innocent)
+        limit.take(innocent)
+    assert not limit.fits(innocent)
+    limit.give(suspect)
+    assert limit.fits(innocent)
+    assert not limit.fits(last)
     for _ in range(3):
-        limit.give(1)
-    assert limit.fits(1, 2)
-    limit.take(1, 2)
-    assert not limit.fits(1)
+        limit.give(innocent)
+    assert limit.fits(last)
+    limit.take(last)
+    assert not limit.fits(innocent)
 
 
 @pytest.fixture

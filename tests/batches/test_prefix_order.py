@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, BatchLine
+from echo_sgl.batches.lines import (
+    CHAT_ANSWER_TOKENS,
+    CHAT_URL,
+    COMPLETIONS_URL,
+    EMBEDDINGS_URL,
+    BatchLine,
+)
 from echo_sgl.batches.prefix_order import (
     CHUNK_BYTES,
     MAX_OUTPUT_TOKENS,
@@ -18,6 +24,7 @@ from echo_sgl.batches.prefix_order import (
     prefix_key,
     prompt_bytes,
 )
+from echo_sgl.config import MAX_POOL_REQUESTS
 
 
 def completion(prompt: Any, **body: Any) -> BatchLine:
@@ -106,6 +113,61 @@ def test_a_line_is_estimated_by_its_prompt_and_its_output_limit() -> None:
     assert tokens_of(line) == 400 // 4 + 1 + 50
     newer = chat("", max_tokens=1, max_completion_tokens=70)
     assert estimated_tokens(newer, 0) == 71
+
+
+def embedding(given: Any, **body: Any) -> BatchLine:
+    return BatchLine("id", EMBEDDINGS_URL, {"model": "m", "input": given, **body})
+
+
+def test_every_answer_counts_and_the_answers_to_a_prompt_share_it() -> None:
+    text = "x" * 400
+    assert tokens_of(completion(text, max_tokens=50, n=16)) == 100 + 1 + 16 * 50
+    assert tokens_of(completion([text, text], max_tokens=50, n=16)) == 200 + 2 + 32 * 50
+    assert tokens_of(chat("", n=2)) == tokens_of(chat("")) + CHAT_ANSWER_TOKENS
+    assert tokens_of(completion(text, max_tokens=50, best_of=16)) == 100 + 1 + 50
+
+
+def test_an_embedding_generates_nothing() -> None:
+    assert tokens_of(embedding(["x" * 400] * 3, n=9, max_tokens=50)) == 300 + 3 + 3
+    assert tokens_of(embedding(list(range(100)))) == 100 + 1 + 1
+
+
+@pytest.mark.parametrize("given", [30, 30.0, "30"])
+def test_a_number_is_read_as_the_engine_does(given: object) -> None:
+    assert tokens_of(completion("", max_tokens=given, n=2)) == 1 + 2 * 30
+    assert tokens_of(completion("", max_tokens=2, n=given)) == 1 + 2 * 30
+
+
+@pytest.mark.parametrize("given", [0, -3, None, "many", "1" * 5000, [2], {}, True, 0.5])
+def test_what_the_engine_refuses_as_n_counts_as_one_answer(given: object) -> None:
+    assert completion("", n=given).num_requests == 1
+
+
+def test_no_line_is_more_than_the_database_can_hold() -> None:
+    line = completion(["x"] * 1000, n=2**64 - 1, max_tokens=2**64 - 1)
+    assert line.num_requests == MAX_POOL_REQUESTS
+    assert tokens_of(line) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("line", "num_prompts"),
+    [
+        (completion("one"), 1),
+        (completion([1, 2, 3]), 1),
+        (completion(["one", "two"]), 2),
+        (completion([[1, 2], [3]]), 2),
+        (completion([]), 1),
+        (chat("one", "two"), 1),
+        (embedding("one"), 1),
+        (embedding([1, 2, 3]), 1),
+        (embedding(["one", "two"]), 2),
+        (embedding([{"text": "one"}, {"image": "two"}]), 2),
+    ],
+)
+def test_a_list_of_prompts_is_so_many_and_one_of_token_ids_is_one(
+    line: BatchLine, num_prompts: int
+) -> None:
+    assert line.num_prompts == num_prompts
 
 
 def test_a_picture_counts_as_what_a_model_makes_of_it_and_not_by_its_bytes() -> None:

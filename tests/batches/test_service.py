@@ -61,6 +61,24 @@ def test_the_window_bounds_what_is_in_the_engine(live_sqlite) -> None:
     live_sqlite(life, window_lines=7, delay_s=0.005)
 
 
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [({"n": 3}, 2), ({"n": 10}, 1), ({"prompt": ["a", "b"], "n": 2}, 1), ({"prompt": [1, 2]}, 7)],
+)
+def test_each_answer_that_a_line_asks_for_takes_a_place_in_the_window(
+    live_sqlite, body: dict[str, Any], most: int
+) -> None:
+    body = {"model": "stub", "prompt": "hello"} | body
+
+    async def life(stub: Stub) -> None:
+        batch = await stub.create(b"\n".join(line(f"{index}", body=body) for index in range(20)))
+        ended = await stub.ended(batch.id)
+        assert len(await stub.records(ended.output_file_id)) == 20
+        assert stub.model.max_running == most
+
+    live_sqlite(life, window_lines=7, delay_s=0.005)
+
+
 def test_a_window_in_tokens_lets_one_large_line_pass_alone(live_sqlite) -> None:
     async def life(stub: Stub) -> None:
         batch = await stub.create(job(["hello " * 50] * 12))

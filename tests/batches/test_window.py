@@ -8,35 +8,39 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.batches.window import Window, backoff_s
+from echo_sgl.batches.window import Weight, Window, backoff_s
+
+ONE = Weight(1)
+WEIGHTS = st.builds(Weight, tokens=st.integers(1, 50), num_requests=st.integers(1, 7))
 
 
 @given(
-    sizes=st.lists(st.integers(1, 50), max_size=30),
+    weights=st.lists(WEIGHTS, max_size=30),
     max_requests=st.integers(1, 5),
     max_tokens=st.integers(1, 60),
 )
 def test_the_bounds_hold_and_places_are_given_in_order(
-    sizes: list[int], max_requests: int, max_tokens: int
+    weights: list[Weight], max_requests: int, max_tokens: int
 ) -> None:
     window = Window(max_requests, max_tokens)
-    inside: list[int] = []
+    inside: list[Weight] = []
     order: list[int] = []
 
-    async def use(index: int, tokens: int) -> None:
-        async with window.slot(tokens):
-            inside.append(tokens)
+    async def use(index: int, line: Weight) -> None:
+        async with window.slot(line):
+            inside.append(line)
             order.append(index)
-            assert len(inside) <= max_requests
-            assert len(inside) == 1 or sum(inside) <= max_tokens
+            if len(inside) > 1:
+                assert sum(one.num_requests for one in inside) <= max_requests
+                assert sum(one.tokens for one in inside) <= max_tokens
             await asyncio.sleep(0)
-            inside.remove(tokens)
+            inside.remove(line)
 
     async def use_all() -> None:
-        await asyncio.gather(*(use(index, size) for index, size in enumerate(sizes)))
+        await asyncio.gather(*(use(index, line) for index, line in enumerate(weights)))
 
     asyncio.run(use_all())
-    assert order == list(range(len(sizes)))
+    assert order == list(range(len(weights)))
 
 
 def test_a_cancelled_wait_gives_its_place_to_the_next() -> None:
@@ -45,10 +49,10 @@ def test_a_cancelled_wait_gives_its_place_to_the_next() -> None:
         order = []
 
         async def use(name: str) -> None:
-            async with window.slot(1):
+            async with window.slot(ONE):
                 order.append(name)
 
-        async with window.slot(1):
+        async with window.slot(ONE):
             gone, stays = (asyncio.create_task(use(name)) for name in ("gone", "stays"))
             await asyncio.sleep(0)
             gone.cancel()
@@ -62,7 +66,7 @@ def test_refusals_halve_what_is_sent_and_answers_bring_it_back() -> None:
     async def scenario() -> list[int]:
         window = Window(64, 1000)
         limits = []
-        async with window.slot(1), window.slot(1), window.slot(1), window.slot(1):
+        async with window.slot(ONE), window.slot(ONE), window.slot(Weight(1, num_requests=2)):
             for _ in range(6):
                 window.shrink()
                 limits.append(window.limit)
@@ -71,6 +75,20 @@ def test_refusals_halve_what_is_sent_and_answers_bring_it_back() -> None:
         return [*limits, window.limit]
 
     assert asyncio.run(scenario()) == [2, 1, 1, 1, 1, 1, 64]
+
+
+def test_a_line_of_many_requests_brings_back_as_many_up_to_a_window() -> None:
+    async def scenario() -> list[int]:
+        window = Window(64, 1000)
+        async with window.slot(Weight(1, num_requests=32)):
+            window.shrink()
+        limits = [window.limit]
+        for num_requests in (8, 8, 500):
+            window.grow(num_requests)
+            limits.append(window.limit)
+        return limits
+
+    assert asyncio.run(scenario()) == [16, 16, 16, 17]
 
 
 @given(attempt=st.integers(0, 10**6), seed=st.integers(0, 9))
