@@ -23,7 +23,7 @@ from echo_sgl.batches.store import work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result, Span, WaitingLine
-from echo_sgl.batches.window import MAX_CRASHES, Weight
+from echo_sgl.batches.window import MAX_CRASHES, Pace, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class ActiveJob:
     pending: deque[Line] = field(default_factory=deque)
     in_flight: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     holds: dict[int, Hold] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
     pending_bytes: int = 0
     sent_tokens: int = 0
     num_unrecorded: int = 0
@@ -136,6 +137,13 @@ class ActiveJob:
     def is_idle(self) -> bool:
         """Whether nothing of it is in the engine, on its way to disk, or being claimed."""
         return not (self.in_flight or self.num_unrecorded or self.is_claiming)
+
+    @property
+    def may_send(self) -> bool:
+        """Whether it has a line that may go now, if the window takes it."""
+        if self.is_dropped or not self.pending:
+            return False
+        return self.pace.fits(self.pending[0].num_requests)
 
     def is_low(self, window_lines: int) -> bool:
         """Whether to claim ahead; not beside suspects, which a crash would suspect even more."""

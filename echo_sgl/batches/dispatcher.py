@@ -183,11 +183,7 @@ class Dispatcher:
     def _fill(self) -> None:
         """Send as many lines as the window takes; claim ahead for jobs that run low."""
         while not self._is_stopping:
-            ready = {
-                job.number: job
-                for job in self._table.jobs.values()
-                if job.pending and not job.is_dropped
-            }
+            ready = {job.number: job for job in self._table.jobs.values() if job.may_send}
             if not ready:
                 break
             level_tokens = self._level.among(job.sent_tokens for job in ready.values())
@@ -252,6 +248,7 @@ class Dispatcher:
 
     def _send(self, job: ActiveJob, line: Line) -> None:
         self._limit.take(line.weight)
+        job.pace.take(line.num_requests)
         self._rate.start(time.monotonic())
         job.sent_tokens += line.tokens
         rid = new_request_id()
@@ -267,6 +264,7 @@ class Dispatcher:
             result = fault_result(line.position, line.custom_id, error)
         finally:
             del job.in_flight[rid]
+            job.pace.give(line.num_requests)
             if result is not None:
                 self._put(Finished(job, result, line.hold, line))
             else:
@@ -319,12 +317,12 @@ class Dispatcher:
         if job.is_aborted and verdict is not Verdict.ANSWERED:
             return None
         if verdict is Verdict.REFUSED:
-            self._limit.shrink()
+            job.pace.shrink()
             line.num_refused += 1
             delay_s = backoff_s(line.num_refused, self._rng, cap_s=REFUSED_BACKOFF_CAP_S)
             self._again(job, line, delay_s)
             return None
-        self._limit.grow(line.num_requests)
+        job.pace.grow(line.num_requests)
         if verdict is Verdict.BROKEN:
             line.num_broken += 1
             if line.num_broken < self._config.max_line_attempts:

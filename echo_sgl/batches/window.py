@@ -34,26 +34,46 @@ def max_together(num_crashes: int, window: int) -> int:
     return (window, max(1, math.isqrt(window)), 1)[min(num_crashes, MAX_CRASHES - 1)]
 
 
-class SendLimit:
-    """Counts what is in flight against its bounds; shrinks while the server refuses.
+class Pace:
+    """How many requests go to a server at a time that refuses some; without bound before it does.
 
     Halving on a refusal and growing by one in a window of answers is TCP's rule: it settles near
     what the server takes, instead of asking it again and again with everything at once.
     """
 
+    def __init__(self) -> None:
+        self.limit = math.inf
+        self._num_requests = 0
+
+    def fits(self, num_requests: int) -> bool:
+        """Whether a line of so many requests may go now; one alone always may."""
+        return self._num_requests == 0 or self._num_requests + num_requests <= self.limit
+
+    def take(self, num_requests: int) -> None:
+        self._num_requests += num_requests
+
+    def give(self, num_requests: int) -> None:
+        self._num_requests -= num_requests
+
+    def shrink(self) -> None:
+        """The server refused a line: keep half of what is in flight now."""
+        self.limit = max(1.0, min(self.limit, self._num_requests) / 2)
+
+    def grow(self, num_requests: int) -> None:
+        """The server answered a line of so many requests, which are a window at most."""
+        self.limit += min(1.0, num_requests / self.limit)
+
+
+class SendLimit:
+    """Counts what is in flight against its bounds."""
+
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._limit = float(max_requests)
         self.num_lines = 0
         self._num_requests = 0
         self._tokens = 0
         self._crashes: Counter[int] = Counter()  # of the lines in flight
-
-    @property
-    def limit(self) -> int:
-        """Requests that may be in flight now."""
-        return max(1, int(self._limit))
 
     def fits(self, line: Weight) -> bool:
         """Whether such a line may go now; one alone always may."""
@@ -62,7 +82,7 @@ class SendLimit:
         suspicion = max(line.num_crashes, *self._crashes)
         return (
             self.num_lines < max_together(suspicion, self._max_requests)
-            and self._num_requests + line.num_requests <= self.limit
+            and self._num_requests + line.num_requests <= self._max_requests
             and self._tokens + line.tokens <= self._max_tokens
         )
 
@@ -80,49 +100,47 @@ class SendLimit:
         if not self._crashes[line.num_crashes]:
             del self._crashes[line.num_crashes]
 
-    def shrink(self) -> None:
-        """The server refused a line: keep half of what is in flight now."""
-        self._limit = max(1.0, min(self._limit, self._num_requests) / 2)
-
-    def grow(self, num_requests: int = 1) -> None:
-        """The server answered a line of so many requests, which are a window at most."""
-        step = min(1.0, num_requests / self._limit)
-        self._limit = min(float(self._max_requests), self._limit + step)
-
 
 class Window:
-    """A `SendLimit` that lines wait for, first come first served."""
+    """A `SendLimit` and a `Pace` that lines wait for, first come first served."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._max_requests = max_requests
         self._sends = SendLimit(max_requests, max_tokens)
+        self._pace = Pace()
         self._changed = asyncio.Condition()
         self._turn = asyncio.Lock()  # FIFO: small lines must not overtake a large one for ever
 
     @property
     def limit(self) -> int:
         """Requests that may be in flight now."""
-        return self._sends.limit
+        return int(min(self._max_requests, self._pace.limit))
 
     @asynccontextmanager
     async def slot(self, line: Weight) -> AsyncIterator[None]:
         """Hold a place for such a line; one alone always fits."""
         async with self._turn, self._changed:
-            await self._changed.wait_for(lambda: self._sends.fits(line))
+            await self._changed.wait_for(lambda: self._fits(line))
             self._sends.take(line)
+            self._pace.take(line.num_requests)
         try:
             yield
         finally:
             self._sends.give(line)
+            self._pace.give(line.num_requests)
             async with self._changed:
                 self._changed.notify_all()
 
+    def _fits(self, line: Weight) -> bool:
+        return self._sends.fits(line) and self._pace.fits(line.num_requests)
+
     def shrink(self) -> None:
         """The server refused a line: keep half of what is in flight now."""
-        self._sends.shrink()
+        self._pace.shrink()
 
     def grow(self, num_requests: int = 1) -> None:
         """The server answered a line of so many requests."""
-        self._sends.grow(num_requests)
+        self._pace.grow(num_requests)
 
 
 def backoff_s(

@@ -203,14 +203,35 @@ def test_a_resumed_batch_goes_on_while_its_last_line_is_still_in_the_engine(
     live_sqlite(life, model=HoldingModel(), window_lines=4)
 
 
+def test_a_job_whose_lines_are_refused_takes_no_place_from_others(
+    live_sqlite: Live, made: list[Dispatcher]
+) -> None:
+    async def life(stub: Stub) -> None:
+        model = stub.model
+        assert isinstance(model, HoldingModel)
+        refused = await stub.create(job([f"refuse {10**6 + index}" for index in range(20)]))
+        await until(async_(lambda: [one.pace.limit for one in jobs(made[0])] == [1.0]))
+        held = await stub.create(job(["hold"] * 8))
+        await until(async_(lambda: model.num_held == 8))
+        await stub.client.batches.cancel(refused.id)
+        model.released.set()
+        assert (await stub.ended(held.id)).status == "completed"
+
+    live_sqlite(life, model=HoldingModel(), window_lines=8)
+
+
+def jobs(dispatcher: Dispatcher) -> list[ActiveJob]:
+    return list(dispatcher._table.jobs.values())
+
+
 def are_dropped(dispatcher: Dispatcher) -> bool:
     """Whether it has seen that none of its jobs is to go on now."""
-    return all(job.is_dropped for job in dispatcher._table.jobs.values())
+    return all(job.is_dropped for job in jobs(dispatcher))
 
 
 def have_claimed_ahead(dispatcher: Dispatcher) -> bool:
     """Whether each of its jobs has lines that wait for the window."""
-    return all(job.pending for job in dispatcher._table.jobs.values())
+    return all(job.pending for job in jobs(dispatcher))
 
 
 def num_done(batch: Any) -> int:
