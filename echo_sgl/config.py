@@ -216,8 +216,9 @@ class BatchesConfig:
 
     `window_lines` and `window_tokens` are what the service keeps in the engine at a time, and so
     what a crash computes again; a line counts once for each answer that it asks for.
-    `max_line_attempts` bounds replies that broke (5xx), not refusals (429, 503). `infeasible`
-    "refuse" turns a batch away whose window the measured rate misses.
+    `max_line_attempts` bounds replies that broke (5xx), and refusals (429, 503) only of a line
+    that is refused each time while others are answered. `infeasible` "refuse" turns a batch away
+    whose window the measured rate misses.
     """
 
     window_lines: int = _number(256, 1, 50_000)

@@ -12,6 +12,7 @@ from echo_sgl.batches.fairness import JobLoad
 from echo_sgl.batches.line_engine import request_head, takes_rid, with_rid, without_rid
 from echo_sgl.batches.lines import parse_line, shortened
 from echo_sgl.batches.model_names import is_served
+from echo_sgl.batches.refusals import Tries
 from echo_sgl.batches.replies import (
     Reply,
     Verdict,
@@ -51,8 +52,8 @@ class Line:
     num_requests: int = 1
     num_crashes: int = 0
     num_broken: int = 0
-    num_refused: int = 0
     takes_rid: bool = True
+    tries: Tries = field(default_factory=Tries)
 
     def request(self, rid: str) -> bytes:
         """What is sent, under this id where it can have one."""

@@ -27,6 +27,7 @@ from echo_sgl.batches.lease import Lease
 from echo_sgl.batches.line_engine import LineEngine
 from echo_sgl.batches.metrics import JobMetrics
 from echo_sgl.batches.recorder import Finished, RateMeter, Recorder
+from echo_sgl.batches.refusals import RefusalJudge
 from echo_sgl.batches.replies import Reply, Usage, Verdict, new_request_id
 from echo_sgl.batches.store import work
 from echo_sgl.batches.store.job_store import JobStore
@@ -64,6 +65,7 @@ class Dispatcher:
         )
         self._limit = SendLimit(config.window_lines, config.window_tokens)
         self._level = ShareLevel()
+        self._refusals = RefusalJudge()
         self._rng = random.Random()  # jitter only: lines must not come back in step
         self._rate = RateMeter()
         self._look = asyncio.Event()
@@ -249,6 +251,7 @@ class Dispatcher:
     def _send(self, job: ActiveJob, line: Line) -> None:
         self._limit.take(line.weight)
         job.pace.take(line.num_requests)
+        self._refusals.send(line.tries)
         self._rate.start(time.monotonic())
         job.sent_tokens += line.tokens
         rid = new_request_id()
@@ -317,20 +320,36 @@ class Dispatcher:
         if job.is_aborted and verdict is not Verdict.ANSWERED:
             return None
         if verdict is Verdict.REFUSED:
-            job.pace.shrink()
-            line.num_refused += 1
-            delay_s = backoff_s(line.num_refused, self._rng, cap_s=REFUSED_BACKOFF_CAP_S)
-            self._again(job, line, delay_s)
-            return None
-        job.pace.grow(line.num_requests)
+            if self._is_server_full(job, line, reply):
+                num_refused = line.tries.num_refused
+                delay_s = backoff_s(num_refused, self._rng, cap_s=REFUSED_BACKOFF_CAP_S)
+                self._again(job, line, delay_s)
+                return None
+            verdict = Verdict.BROKEN
+        else:
+            job.pace.grow(line.num_requests)
         if verdict is Verdict.BROKEN:
             line.num_broken += 1
             if line.num_broken < self._config.max_line_attempts:
                 self._again(job, line, backoff_s(line.num_broken, self._rng))
                 return None
         is_ok = verdict is Verdict.ANSWERED
+        if is_ok:
+            self._refusals.answer(line.tries)
         record = line.record(reply)
         return Result(line.position, is_ok, record, Usage.of_body(reply.body) if is_ok else Usage())
+
+    def _is_server_full(self, job: ActiveJob, line: Line, reply: Reply) -> bool:
+        """Count a refusal; whether it leaves open that the line is taken some time."""
+        tries = line.tries
+        is_own = self._refusals.refuse(tries, says_full=reply.says_full)
+        if is_own and tries.is_to_blame:
+            job.pace.raise_to(tries.pace_before)
+            return False
+        if not is_own:
+            tries.pace_before = max(tries.pace_before, job.pace.limit)
+            job.pace.shrink()
+        return True
 
     def _again(self, job: ActiveJob, line: Line, delay_s: float) -> None:
         asyncio.get_running_loop().call_later(delay_s, self._put_back, job, line)

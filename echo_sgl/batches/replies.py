@@ -12,6 +12,7 @@ import orjson
 
 _TRANSIENT_CLIENT_ERRORS = (408, 409)
 _REFUSALS = (429, 503)
+_WAITED = "waiting timeout"  # SGLang's word for what never came out of its queue
 
 
 class Verdict(Enum):
@@ -63,6 +64,11 @@ class Reply:
         if self.status_code < 300 and not message:
             message = "the server aborted the request"
         return f"{self.status_code}: {str(message or 'no message')[:200]}"
+
+    @property
+    def says_full(self) -> bool:
+        """Whether the request was refused for having waited too long: others went before it."""
+        return self.verdict is Verdict.REFUSED and _WAITED in self.reason
 
     def _is_aborted(self) -> bool:
         # SGLang answers 200 with what it had when an operator aborts or pauses requests.

@@ -59,6 +59,10 @@ class Pace:
         """The server refused a line: keep half of what is in flight now."""
         self.limit = max(1.0, min(self.limit, self._num_requests) / 2)
 
+    def raise_to(self, limit: float) -> None:
+        """It was no sign of a full server that it shrank from there."""
+        self.limit = max(self.limit, limit)
+
     def grow(self, num_requests: int) -> None:
         """The server answered a line of so many requests, which are a window at most."""
         self.limit += min(1.0, num_requests / self.limit)

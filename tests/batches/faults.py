@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fastapi import Response
+from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
@@ -38,6 +39,21 @@ class HoldingModel(StubModel):
             content = bytes(reply.body).replace(b":10,", b":%d," % (2**64 - 1))
             return Response(content, media_type="application/json")
         return reply
+
+
+class FullModel(StubModel):
+    """Answers so many requests at a time and refuses all others."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(0.001)
+        self._most = most
+        self.num_refused = 0
+
+    async def _reply(self, *given: Any) -> Any:
+        if self.num_running <= self._most:
+            return await super()._reply(*given)
+        self.num_refused += 1
+        return JSONResponse({"message": "The request queue is full."}, status_code=503)
 
 
 def connection_lost() -> OperationalError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from echo_sgl.batches.store.work import Span
 from echo_sgl.batches.tenants import Tenants
 from tests.batches.client import Stub, job, running_stub, until
 from tests.batches.faults import (
+    FullModel,
     HoldingModel,
     async_,
     connection_lost,
@@ -218,6 +220,56 @@ def test_a_job_whose_lines_are_refused_takes_no_place_from_others(
         assert (await stub.ended(held.id)).status == "completed"
 
     live_sqlite(life, model=HoldingModel(), window_lines=8)
+
+
+@pytest.fixture
+def short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "backoff_s", lambda *given, **bounds: 0.01)
+
+
+def test_a_line_that_is_refused_whatever_else_is_answered_fails_with_the_reason(
+    live_sqlite: Live, short_back_off: None, made: list[Dispatcher]
+) -> None:
+    async def life(stub: Stub) -> None:
+        assert isinstance(stub.model, HoldingModel)
+        batch = await stub.create(job(["refuse 1000000", "hold", *["p"] * 2000]))
+        await stub.until(batch.id, lambda found: found.request_counts.failed == 1)
+        assert jobs(made[0])[0].pace.limit == math.inf  # it shrank in vain
+        stub.model.released.set()
+        ended = await stub.ended(batch.id)
+        assert len(await stub.records(ended.output_file_id)) == 2001
+        failed = (await stub.records(ended.error_file_id))["line-0"]["response"]
+        assert failed["status_code"] == 503
+        assert failed["body"]["error"]["message"] == "made up: refuse 1000000"
+
+    live_sqlite(life, model=HoldingModel(), window_lines=16)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_line_fails_on_a_server_that_takes_few_at_a_time(
+    live_sqlite: Live, short_back_off: None, most: int
+) -> None:
+    async def life(stub: Stub) -> None:
+        batches = [await stub.create(job(["p"] * 200)) for _ in range(2)]
+        for batch in batches:
+            ended = await stub.ended(batch.id)
+            assert ended.error_file_id is None
+            assert len(await stub.records(ended.output_file_id)) == 200
+        assert isinstance(stub.model, FullModel)
+        assert stub.model.num_refused > 0
+
+    live_sqlite(life, model=FullModel(most), window_lines=16, max_line_attempts=1)
+
+
+def test_lines_that_were_all_refused_for_a_while_are_all_answered(
+    live_sqlite: Live, short_back_off: None
+) -> None:
+    async def life(stub: Stub) -> None:
+        prompts = [f"refuse {index}" for index in range(5, 25)]
+        ended = await stub.ended((await stub.create(job(prompts))).id)
+        assert len(await stub.records(ended.output_file_id)) == 20
+
+    live_sqlite(life, window_lines=16, max_line_attempts=1)
 
 
 def jobs(dispatcher: Dispatcher) -> list[ActiveJob]:

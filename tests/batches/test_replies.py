@@ -64,6 +64,21 @@ def test_a_record_has_openais_fields() -> None:
     assert record["response"]["body"]["choices"][0]["message"]["content"] == "x"
 
 
+@pytest.mark.parametrize(
+    ("status", "message", "expected"),
+    [
+        (503, "Request waiting timeout reached.", True),
+        (503, "Request running timeout reached.", False),
+        (503, "The request queue is full.", False),
+        (500, "Request waiting timeout reached.", False),
+    ],
+)
+def test_only_a_request_that_waited_too_long_says_that_the_server_is_full(
+    status: int, message: str, expected: bool
+) -> None:
+    assert Reply.parse(status, orjson.dumps({"message": message})).says_full is expected
+
+
 def test_a_records_text_never_breaks_the_line() -> None:
     body = orjson.dumps({"choices": [], "text": "a\nb\r\0"})
     record = output_record("id\n", Reply.parse(200, body))
