@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from echo_sgl.batches import ending
 from echo_sgl.batches.active_job import ActiveJob, Claim, Line, claim_lines, fault_result
+from echo_sgl.batches.deleter import Deleter
 from echo_sgl.batches.fairness import ShareLevel, choose_job
 from echo_sgl.batches.job_table import ABORT_GRACE_S, JobTable
 from echo_sgl.batches.lease import Lease
@@ -32,13 +33,11 @@ from echo_sgl.batches.replies import Reply, Usage, Verdict, new_request_id
 from echo_sgl.batches.store import work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.work import Result
-from echo_sgl.batches.validator import Validator, safely
+from echo_sgl.batches.validator import Validator, safely, wait_for
 from echo_sgl.batches.window import SendLimit, backoff_s
 from echo_sgl.config import BatchesConfig
 
 LOOK_INTERVAL_S = 1.0
-FILES_INTERVAL_S = 60.0
-DELETE_PAUSE_S = 0.1  # who waits for SQLite's lock looks that often
 MAX_CLAIM_BYTES = 4_000_000
 MAX_AHEAD_BYTES = 64_000_000  # of requests that wait for the window, beside one claim of each job
 REFUSED_BACKOFF_CAP_S = 10.0
@@ -70,12 +69,12 @@ class Dispatcher:
         self._rate = RateMeter()
         self._look = asyncio.Event()
         self._ends = asyncio.Event()
-        self._deletes = asyncio.Event()
         self._lease = Lease(store, engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._validator = Validator(
             store, engine, self._threads, max_lines=config.max_lines, on_checked=self._look.set
         )
+        self._deleter = Deleter(store, self._threads)
         self._ender = ending.Ender(store, output_days=config.file_days)
         self._recorder = Recorder(store, self._threads, self._after_recorded)
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,7 +96,7 @@ class Dispatcher:
 
     def wake_deleter(self) -> None:
         """Take away now what deleted files held; may be called from any thread."""
-        self._wake(self._deletes)
+        self._wake(self._deleter.woken)
 
     def start(self) -> None:
         """Begin to work; call it on the event loop."""
@@ -106,7 +105,7 @@ class Dispatcher:
             self._watch,
             self._end,
             self._validator.run,
-            self._delete_files,
+            self._deleter.run,
             self._recorder.run,
         )
         steps = [self._lease.keep(), *(self._lease.once_held(loop) for loop in loops)]
@@ -165,7 +164,7 @@ class Dispatcher:
         while True:
             self._look.clear()
             await safely(self._follow)
-            await _wait(self._look, LOOK_INTERVAL_S)
+            await wait_for(self._look, LOOK_INTERVAL_S)
 
     async def _follow(self) -> None:
         rows = await self._table.follow(self._fleet_lines_per_s)
@@ -383,20 +382,3 @@ class Dispatcher:
     async def _end_batches(self) -> None:
         while not self._is_stopping and await self._run(self._ender.end_one):
             logger.info("a batch has ended")
-
-    async def _delete_files(self) -> None:
-        while True:
-            self._deletes.clear()
-            await safely(self._delete_expired)
-            await _wait(self._deletes, FILES_INTERVAL_S)
-
-    async def _delete_expired(self) -> None:
-        parts = ending.delete_expired_files(self._store)
-        while await self._run(next, parts, None) is not None:
-            await asyncio.sleep(DELETE_PAUSE_S)
-
-
-async def _wait(event: asyncio.Event, at_most_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(at_most_s):
-            await event.wait()

@@ -200,3 +200,10 @@ async def safely(step: Callable[[], Awaitable[Any]]) -> None:
         logger.error("the job store fails; trying again: %s", getattr(error, "orig", error))
     except Exception:
         logger.exception("the batch service failed at a step; trying again")
+
+
+async def wait_for(event: asyncio.Event, at_most_s: float) -> None:
+    """Return when the event is set, or after so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(at_most_s):
+            await event.wait()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo_sgl.batches import dispatcher
+from echo_sgl.batches import deleter
 from echo_sgl.batches.store import files
 from tests.batches.client import Stub, job, until
 from tests.batches.faults import async_
@@ -25,8 +25,8 @@ def test_deleted_results_go_now_and_in_parts_in_no_thread_that_answers_calls(
 
     monkeypatch.setattr(files, "delete_records", note)
     monkeypatch.setattr(files, "_DELETE_BYTES", 1)
-    monkeypatch.setattr(dispatcher, "DELETE_PAUSE_S", 0.0)
-    monkeypatch.setattr(dispatcher, "FILES_INTERVAL_S", 1e6)
+    monkeypatch.setattr(deleter, "DELETE_PAUSE_S", 0.0)
+    monkeypatch.setattr(deleter, "FILES_INTERVAL_S", 1e6)
 
     async def life(stub: Stub) -> None:
         batch = await stub.ended((await stub.create(job(["hello"] * 5))).id)

@@ -44,7 +44,7 @@ def renew_other(store: JobStore, watch: Watch) -> None:
 
 def lines_claimed(store: JobStore, number: int) -> int:
     """How many lines a claim gives, which are then given back."""
-    job = ActiveJob.of_row(batch_of(store, number))
+    job = ActiveJob.of_row(batch_of(store, number), {})
     claimed = claim_lines(store, job, max_lines=100, max_bytes=10**6)
     if claimed is None:
         return 0
