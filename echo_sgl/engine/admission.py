@@ -44,8 +44,8 @@ class EchoPrefillAdder(RoomAdder):
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        if self.chunk_waits:
-            return AddReqResult.OTHER
+        if self.chunk_waits or any(one.beam_group is not None for one in self.can_run_list):
+            return AddReqResult.OTHER  # whose beams take their slots when the prefill has ended
         add = self._add_offline if is_held_back(req) else self._add_online_making_room
         result = add(req, has_chunked_req, truncation_align_size)
         if result is AddReqResult.NO_TOKEN and not self._was_added(req):
@@ -61,6 +61,7 @@ class EchoPrefillAdder(RoomAdder):
                 break
             # Retraction evicts, perhaps from the prefix that this request had matched; and what
             # SGLang noted of all requests' lengths (without a tree) holds no more.
+            self._forget_state(req)
             req.init_next_round_input(self.tree_cache)
             self.req_states = None
             result = self._add_online(req, has_chunked_req, truncation_align_size)

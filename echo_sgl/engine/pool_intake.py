@@ -179,6 +179,8 @@ class PoolIntake(Scheduler):
         pooled = len(self.offline_pool) > 0 and not ignore_waiting
         if pooled or self.step_control.parked:
             return False
+        if any(req.kv.holds_kv for req in self.offline_pool):
+            return False  # a session's turn, which was lent what the session holds
         return super().is_fully_idle(for_health_check, ignore_waiting)
 
 

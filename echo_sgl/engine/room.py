@@ -56,6 +56,8 @@ class RoomAdder(PrefillAdder):
         left_tokens = len(req.full_untruncated_fill_ids) - req.prefix_len
         limits = left_tokens, self.rem_chunk_tokens, self.chunked_req_limit
         wanted_tokens = min(limit for limit in limits if limit is not None)
+        if wanted_tokens <= 0:
+            return False  # decodes that came back take all of a mixed step
         while self.ceil_paged_tokens(wanted_tokens) > (room_tokens := self._room_tokens()):
             if is_offline(req) or not self._retract_one():
                 break
@@ -71,8 +73,11 @@ class RoomAdder(PrefillAdder):
     # ---- places ------------------------------------------------------------------------------
 
     def _makes_place(self, req: Req) -> bool:
-        """Whether somebody left a slot to an online request: offline ones before online ones."""
-        return (
+        """Whether somebody left a slot to an online request: offline ones before online ones.
+
+        Beams need several at once, which SGLang does not count again: they wait for free ones.
+        """
+        return req.beam_group is None and (
             self._retract_one()
             or (self.yields_to_priorities and super().preempt_to_schedule(req))
             or (self.trades_places and self._give_place(req))
@@ -88,13 +93,10 @@ class RoomAdder(PrefillAdder):
         leaving = self.control.give_place(self.running_batch, req)
         if leaving is None:
             return False
-        self._forget_growth_of(leaving)
+        # It runs no more: what it is yet to generate needs no room.
+        self.memory_budget.total_offset -= self._get_running_request_total_token_offset(leaving)
         self.preempt_list.append(leaving)
         return True
-
-    def _forget_growth_of(self, leaving: Req) -> None:
-        """It runs no more: what it is yet to generate needs no room."""
-        self.memory_budget.total_offset -= self._get_running_request_total_token_offset(leaving)
 
     # ---- memory ------------------------------------------------------------------------------
 
@@ -128,6 +130,16 @@ class RoomAdder(PrefillAdder):
             promised_tokens=free_tokens + evictable_tokens - self.rem_total_tokens,
         )
 
+    def _forget_state(self, req: Req) -> None:
+        """A recurrent state that was to be copied for it may be another one's now; as SGLang does
+        for whom it refuses."""
+        req.kv.mamba_cow_src_index, req.kv.mamba_needs_clear = None, False
+        if req.kv.holds_mamba and req.session is None:
+            self.tree_cache.req_to_token_pool.mamba_allocator.free(
+                req.kv.mamba_pool_idx.unsqueeze(-1)
+            )
+            req.kv.mamba_pool_idx = None
+
     def _needed_tokens(self, req: Req) -> int:
         """What SGLang asks for: what is to prefill, and what the request is yet to generate."""
         return int(req.seqlen - req.prefix_len) + self._answer_tokens(req)
@@ -157,11 +169,12 @@ class RoomAdder(PrefillAdder):
     def _retract_one(self) -> bool:
         """Take memory from an offline request: parked before running, least work lost first."""
         running = [self.running_batch.reqs[index] for index in self._offline_running()]
+        # Of one without token ids SGLang forgets what it generated when it is retracted.
+        growth = {req: self._get_running_request_total_token_offset(req) for req in running}
         victim = self.control.retract_one(self.running_batch, running)
         if victim is None:
             return False
-        if victim in running:
-            self._forget_growth_of(victim)
+        self.memory_budget.total_offset -= growth.get(victim, 0)
         self.preempt_list.append(victim)
         return True
 

@@ -26,9 +26,15 @@ from tests.servers import COMMON_ARGS, NAMED, STRICT
 LONG = "long"
 
 
+class Request(SimpleNamespace):
+    """Equal only to itself, as SGLang's."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
 def chunk(num_tokens: int, *, done: int = 0, offline: bool = False) -> SimpleNamespace:
     """A request with so many tokens, of which `done` are computed."""
-    return SimpleNamespace(
+    return Request(
         rid=LONG,
         full_untruncated_fill_ids=range(num_tokens),
         seqlen=num_tokens,
@@ -37,6 +43,8 @@ def chunk(num_tokens: int, *, done: int = 0, offline: bool = False) -> SimpleNam
         output_ids=[],
         sampling_params=SimpleNamespace(max_new_tokens=8),
         echo_terms=SimpleNamespace(is_offline=offline),
+        beam_group=None,
+        to_finish=None,
     )
 
 
@@ -107,6 +115,36 @@ def test_without_room_nobody_starts_or_leaves(adder):
     adder.running_batch = SimpleNamespace(reqs=[])
     assert adder.add_one_req(chunk(5), True, None) is AddReqResult.OTHER
     assert not adder.preempt_to_schedule(chunk(5))
+
+
+@pytest.mark.parametrize("left_tokens", [0, -2])
+def test_a_mixed_step_that_decodes_fill_has_no_chunk(adder, left_tokens):
+    """Decodes that sat out come back between two chunks; SGLang's own never grow that many."""
+    adder.rem_chunk_tokens = left_tokens
+    req = chunk(600)
+    assert adder._add_fitting_chunk(req) is req
+    assert adder.chunk_waits and not adder.can_run_list
+
+
+def test_what_a_victim_was_to_generate_is_known_before_it_forgets_it(adder):
+    """Of one that came without token ids SGLang forgets what it generated."""
+    victim = chunk(100, offline=True)
+    victim.output_ids, victim.sampling_params = (
+        [1] * 2000,
+        SimpleNamespace(max_new_tokens=2500, ignore_eos=False),
+    )
+    victim.finished = lambda: False
+    del adder._retract_one
+
+    def retract_one(batch: object, running: list[SimpleNamespace]) -> SimpleNamespace:
+        running[0].output_ids = []
+        return running[0]
+
+    adder.new_token_ratio, adder.memory_budget.total_offset = 0.5, 250
+    adder.running_batch = SimpleNamespace(reqs=[victim])
+    adder.control = SimpleNamespace(retract_one=retract_one)
+    assert adder._retract_one()
+    assert adder.memory_budget.total_offset == 0
 
 
 @pytest.fixture

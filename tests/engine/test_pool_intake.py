@@ -88,7 +88,8 @@ def between_chunks(**fields: Any) -> Any:
     terms = SimpleNamespace(is_offline=True)
     usual = {"echo_terms": terms, "to_finish": None, "return_logprob": False}
     counts = {"inflight_middle_chunks": 1, "retraction_count": 0}
-    return SimpleNamespace(**usual | counts | {"positional_embed_overrides": None} | fields)
+    able = {"finished": lambda: False, "beam_group": None, "session": None}
+    return SimpleNamespace(**usual | counts | able | {"positional_embed_overrides": None} | fields)
 
 
 class Named:

@@ -72,7 +72,11 @@ def control() -> StepControl:
 def request(rid: str, **params: str) -> SimpleNamespace:
     sampling_params = SimpleNamespace(custom_params=params or None)
     return SimpleNamespace(
-        rid=rid, sampling_params=sampling_params, finished=lambda: False, to_finish=None
+        rid=rid,
+        sampling_params=sampling_params,
+        finished=lambda: False,
+        to_finish=None,
+        beam_group=None,
     )
 
 

@@ -31,6 +31,7 @@ class Decoding:
     sampling_params: Any = None
     to_finish: Any = None
     beam_group: Any = None
+    session: Any = None
     finished_reason: Any = None
     rid: str = ""
     num_looks: int = 0
