@@ -77,7 +77,7 @@ class RelativeLimit(StepLimit):
         self._max_inflation = max_inflation
         self._max_credit_s = MAX_CREDIT_STALLS * stall_s
         self._credit_s = 0.0
-        self._beside = BesideTime(stall_s)
+        self._beside = BesideTime()
 
     def note_step(self, online: OnlinePart | None, elapsed_s: float) -> None:
         if online is None:
@@ -86,7 +86,7 @@ class RelativeLimit(StepLimit):
             return
         alone_s, kind = online.predicted_s, online.kind
         if kind is not None:
-            alone_s += self._beside.mean_s(kind)
+            alone_s += self._beside.typical_s(kind)
         credit_s = self._credit_s + self._max_inflation * alone_s - elapsed_s
         # A step that was predicted far too short must not stop offline work for long.
         self._credit_s = min(max(credit_s, -self.stall_s), self._max_credit_s)
