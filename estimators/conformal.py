@@ -233,6 +233,9 @@ class _Tracker:
         together, and bounds of several times what a step takes would follow.
         """
         rank = self._level * (len(ordered) + 1)
+        if len(ordered) * (1 - self._quantile) < 2 and self._level <= self._quantile:
+            # Of so few the largest may have been measured wrong.
+            return ordered[min(math.ceil(rank), len(ordered) - 1) - 1]
         if rank <= len(ordered):
             return ordered[max(0, math.ceil(rank) - 1)]
         excess = self._level - len(ordered) / (len(ordered) + 1)

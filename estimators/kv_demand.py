@@ -106,9 +106,13 @@ class MeanStdDemand(KvDemandPredictor):
         super().__init__(window_s=window_s, bucket_s=window_s / BUCKETS_PER_WINDOW)
         self._k = k
         self._buckets: deque[Bucket] = deque(maxlen=BUCKETS_PER_WINDOW)
+        self._was_used = False
 
-    def _forecast(self, bucket: Bucket) -> float:
+    def _forecast(self, bucket: Bucket) -> float | None:
         self._buckets.append(bucket)
+        self._was_used = self._was_used or bucket.area > 0
+        if not self._was_used:
+            return None
         covered_s = sum(one.covered_s for one in self._buckets)
         mean = sum(one.area for one in self._buckets) / covered_s
         mean_square = sum(one.square_area for one in self._buckets) / covered_s

@@ -7,6 +7,9 @@ import math
 from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.kv_demand import KvDemandPredictor
 
+# Of the pool: what a server's own warm-up request holds is no use.
+SEEN_SHARE = 0.01
+
 
 class BurstReserve:
     """Turn the predicted peak of online use into a limit for active offline requests.
@@ -16,7 +19,8 @@ class BurstReserve:
     without evicting what offline work needs. The reserve is the predicted peak less the
     present use, at least `min_tokens` and at most `max_share` of the pool. While there is no
     forecast it starts at `cold_start_share` of the pool, within the same bounds, and shrinks
-    to nothing over `window_s` without online requests; without a predictor it is `min_tokens`.
+    to nothing over `window_s` without online requests that hold a hundredth of the pool; without
+    a predictor it is `min_tokens`.
     One offline request that is alone may have all but `min_tokens`: a burst can take its memory
     at once, and a job whose requests are larger than the limit goes on, one at a time.
 
@@ -36,15 +40,16 @@ class BurstReserve:
         self._predictor = predictor
         self._window_s = config.window_s
         self._first_seen_s: float | None = None
-        self._online_tokens = 0
+        self._online_tokens, self._was_used = 0, False
 
     def observe(self, now_s: float, online_tokens: int) -> None:
         """Note what online requests hold from `now_s` on."""
         self._online_tokens = online_tokens
         if self._first_seen_s is None:
             self._first_seen_s = now_s
+        self._was_used = self._was_used or online_tokens >= SEEN_SHARE * self._capacity_tokens
         if self._predictor is not None:
-            self._predictor.observe(now_s, online_tokens)
+            self._predictor.observe(now_s, online_tokens if self._was_used else 0)
 
     @property
     def most_tokens(self) -> int:

@@ -302,7 +302,9 @@ class StepControl(DecodeControl):
             self._num_unsteady = UNSTEADY_STEPS
         if terms.started_s is None:
             terms.started_s = self._now_s
-            self.counts.num_started += not req.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+            if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+                return  # of one token: nobody's prompt, and nobody who waits
+            self.counts.num_started += 1
             if not terms.is_offline:
                 self.planner.note_online_start(self._now_s, req.seqlen - req.prefix_len)
                 self.online_wait_s.observe(self._now_s - terms.arrival_s, self._now_s)

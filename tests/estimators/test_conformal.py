@@ -380,3 +380,14 @@ def test_another_model_is_put_right_by_the_same_steps():
     play(one, [0.4] * 40)
     one.replace_model(Constant(0.02))
     assert one.central_ratio(StepKind.DECODE) == pytest.approx(math.exp(0.4) / 2)
+
+
+@pytest.mark.parametrize("quantile", [0.95, 0.99])
+@pytest.mark.parametrize("num_steps", range(29, 40))
+def test_one_step_that_was_measured_wrong_is_not_the_bound_of_few(quantile, num_steps):
+    """Not of thirty-odd either, of which the largest is the quantile asked for."""
+    ratios = [0.01 * (number % 5) for number in range(num_steps)]
+    ratios[12] = math.log(6000.0)
+    one = band()
+    play(one, np.array(ratios))
+    assert one.predict_upper(DECODE, quantile) < 0.02

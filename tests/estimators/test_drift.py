@@ -24,6 +24,17 @@ def test_a_lasting_shift_is_one_drift_and_is_noticed_soon(shift):
     assert 2000 <= found[0] < 2200
 
 
+@pytest.mark.parametrize("place", [0, 50, 299])
+def test_one_step_far_off_at_first_hides_no_shift(place):
+    ratios = 0.03 * still(4000, seed=23) / still(4000, seed=23).std() + 0.15 * (
+        np.arange(4000) >= 2000
+    )
+    ratios[place] = 8.0
+    found = drifts(ratios)
+    assert len(found) == 1
+    assert 2000 <= found[0] < 2400
+
+
 @pytest.mark.parametrize("name", ["nothing changes", "outliers of many times", "neighbours alike"])
 @pytest.mark.parametrize("seed", range(22, 26))
 def test_noise_is_not_a_drift_whatever_its_kind(name, seed):

@@ -62,6 +62,22 @@ def test_before_anything_was_seen_the_cold_start_share_is_kept_free():
     assert reserve(None, online=1000).offline_limit_tokens(0.0) == 6500
 
 
+@pytest.mark.parametrize("predictor", ["peak", "mean-std"])
+@pytest.mark.parametrize(("used_tokens", "is_use"), [(0, False), (14, False), (500, True)])
+def test_a_servers_own_warm_up_is_no_use_and_leaves_the_cold_start(predictor, used_tokens, is_use):
+    """A quarter is kept at first, within the hour less; a forecast needs traffic."""
+    config = ReserveConfig(predictor=predictor)
+    one = BurstReserve(config, create_kv_demand(config), CAPACITY)
+    one.observe(0.0, 0)
+    one.observe(2.0, used_tokens)
+    one.observe(3.0, 0)
+    for second in range(4, 200):
+        one.observe(float(second), 0)
+    cold_tokens = 0.25 * CAPACITY * (1 - 200 / config.window_s)
+    assert (one.reserve_tokens(200.0) < 0.9 * cold_tokens) == is_use
+    assert is_use or one.reserve_tokens(200.0) == pytest.approx(cold_tokens, abs=2)
+
+
 def test_the_bounds_hold_for_the_cold_start_too():
     assert reserve(None, cold_start_share=1.0, max_share=0.6).reserve_tokens(0.0) == 6000
     assert reserve(None, cold_start_share=0.0, min_tokens=70).reserve_tokens(0.0) == 70
