@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -93,7 +94,7 @@ def serve(
         check_profile(profile)
     _set_up_batches(echo_state_dir, echo_database_url, echo_keys_file)
     check_plugin_filter(os.environ.get(PLUGIN_FILTER_ENV, ""))
-    script = _sglang_script()
+    script = sglang_script()
     check_port(context.args)
     os.environ[CONFIG_ENV] = str(path.absolute())
     if calibrate:
@@ -104,16 +105,24 @@ def serve(
     os.execv(sys.executable, [sys.executable, str(script), "serve", *context.args])
 
 
-def _sglang_script() -> Path:
-    script = Path(sys.executable).with_name("sglang")
-    if not script.exists():
+def sglang_script() -> Path:
+    """SGLang's command of this Python: beside it, or where its packages put theirs."""
+    user = sysconfig.get_preferred_scheme("user")
+    folders = (
+        Path(sys.executable).parent,
+        Path(sysconfig.get_path("scripts")),
+        Path(sysconfig.get_path("scripts", user)),
+    )
+    found = [path for folder in folders if (path := folder / "sglang").exists()]
+    if not found:
         typer.echo(
-            f"echo-sgl: SGLang's command is not installed beside this Python ({script} is "
-            f"missing). Install it with: {sys.executable} -m pip install sglang",
+            "echo-sgl: SGLang's command is not installed for this Python: there is no sglang in "
+            f"{', '.join(map(str, dict.fromkeys(folders)))}. Install it with: {sys.executable} "
+            "-m pip install sglang",
             err=True,
         )
         raise typer.Exit(1)
-    return script
+    return found[0]
 
 
 def check_profile(profile: str) -> None:

@@ -42,6 +42,8 @@ class Seam:
             found = self.resolve()
         except (ImportError, AttributeError) as error:
             return f"{self.target} is missing ({error})"
+        except Exception as error:  # noqa: BLE001 - a library or a driver that cannot be loaded
+            return f"{self.target} cannot be imported ({type(error).__name__}: {error})"
         if isinstance(found, staticmethod | classmethod):
             found = found.__func__
         parameters = " ".join(inspect.signature(inspect.unwrap(found)).parameters)

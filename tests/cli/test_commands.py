@@ -7,14 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.main import get_command
 
 from echo_sgl.cli import app
-from echo_sgl.cli.serve import check_port
+from echo_sgl.cli.serve import check_port, sglang_script
 from echo_sgl.cli.url import ServerUrlError, server_root
 from echo_sgl.config import (
     CONFIG_ENV,
@@ -219,6 +221,22 @@ def test_serve_becomes_sglangs_command_with_all_other_arguments(
         "--config",
         "sglang.yaml",
     ]
+
+
+def test_sglangs_command_is_found_where_packages_of_the_system_put_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's Python is /usr/bin/python3, and commands go to /usr/local/bin or ~/.local/bin."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme=None: str(scripts))
+    with pytest.raises(typer.Exit):
+        sglang_script()
+    (scripts / "sglang").touch()
+    assert sglang_script() == scripts / "sglang"
+    (tmp_path / "sglang").touch()
+    assert sglang_script() == tmp_path / "sglang"
 
 
 def test_serve_hands_the_batch_services_options_on(other_python: Path, tmp_path: Path) -> None:

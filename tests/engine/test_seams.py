@@ -49,6 +49,15 @@ def test_a_missing_module_is_named():
     assert "sglang.srt.gone.thing is missing" in seams.Seam("sglang.srt.gone.thing", "").problem()
 
 
+def test_an_engine_that_cannot_be_imported_is_named_with_its_cause(monkeypatch):
+    def fail(name: str) -> None:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(seams.pkgutil, "resolve_name", fail)
+    problem = seams.Seam("sglang.srt.gone.thing", "").problem()
+    assert "cannot be imported (OSError: libcudart.so.12: cannot open" in problem
+
+
 def test_a_changed_signature_is_named_with_both_sides():
     seam = dataclasses.replace(RETRACTION_ORDER.seam, parameters="self reqs extra")
     problem = seam.problem()
