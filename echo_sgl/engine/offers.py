@@ -78,10 +78,10 @@ class Offers(PoolIntake):
         if self.waiting_queue and not self.tree_cache.disable:
             self._set_chunk_aside()
 
-    def _set_chunk_aside(self) -> bool:
-        """Free what a prefill between chunks holds; whether there was an offline one."""
+    def _set_chunk_aside(self, *, is_online: bool = False) -> bool:
+        """Free what a prefill between chunks holds; whether there was one of this class."""
         req = self.chunked_req
-        if req is None or not is_offline(req):
+        if req is None or is_offline(req) == is_online:
             return False
         if req is self._pending_chunked_abort_req or not may_sit_out(req):
             return False
@@ -106,9 +106,30 @@ class Offers(PoolIntake):
 
     def _pool_chunks_set_aside(self) -> None:
         for req in self._parked_chunks:
-            self.step_control.counts.num_prefill_parks += 1
-            self._pool(req, resumed=True)
+            if is_offline(req):
+                self.step_control.counts.num_prefill_parks += 1
+                self._pool(req, resumed=True)
+            else:
+                self._add_request_to_queue(req, is_retracted=True)
         self._parked_chunks = []
+
+    def _free_for_decode(self, batch: ScheduleBatch) -> None:
+        """Before SGLang retracts from those that decode: who does not gives up what it holds."""
+        while not batch.check_decode_mem():
+            if self._retract_parked(batch) or self._set_chunk_aside():
+                continue
+            # SGLang would end the last decode: one of two requests has to wait, and it can.
+            if len(batch.reqs) > 1 or not self._set_chunk_aside(is_online=True):
+                break
+        self._pool_chunks_set_aside()
+        if self.step_control.without_turn and not batch.check_decode_mem():
+            self.step_control.take_back_left_out(batch)
+
+    def _retract_parked(self, batch: ScheduleBatch) -> bool:
+        victim = self.step_control.retract_one(batch, ())
+        if victim is not None:
+            self._add_request_to_queue(victim, is_retracted=True)
+        return victim is not None
 
     def _shed_offline(self, running_batch: ScheduleBatch) -> None:
         """Retract offline requests that outgrew what the reserve leaves, parked ones first.

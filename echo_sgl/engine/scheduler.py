@@ -328,15 +328,6 @@ class EchoScheduler(Offers):
             self.step_control.planner.gating.note_lost()
         return decode_batch
 
-    def _free_for_decode(self, batch: ScheduleBatch) -> None:
-        """Before SGLang retracts from those that decode: who does not gives up what it holds."""
-        while not batch.check_decode_mem():
-            if not self._retract_parked(batch) and not self._set_chunk_aside():
-                break
-        self._pool_chunks_set_aside()
-        if self.step_control.without_turn and not batch.check_decode_mem():
-            self.step_control.take_back_left_out(batch)
-
     def _online_prefill_waits(self) -> bool:
         chunked_online = self.chunked_req is not None and not is_offline(self.chunked_req)
         return bool(self.waiting_queue) or chunked_online
@@ -364,12 +355,6 @@ class EchoScheduler(Offers):
             # Preemption support made SGLang clear the flag; nothing has left the batch since.
             running_batch.batch_is_full = True
         return batch, running_batch
-
-    def _retract_parked(self, batch: ScheduleBatch) -> bool:
-        victim = self.step_control.retract_one(batch, ())
-        if victim is not None:
-            self._add_request_to_queue(victim, is_retracted=True)
-        return victim is not None
 
     def _launched_prefills(self) -> list[Req]:
         """Requests of a prefill step whose result overlap scheduling has yet to process."""

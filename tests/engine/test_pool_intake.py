@@ -102,8 +102,8 @@ class Named:
 class ShortOfMemory:
     """A batch whose decodes have room once so much was given up."""
 
-    def __init__(self, needed: int) -> None:
-        self.needed, self.given = needed, []
+    def __init__(self, needed: int, num_decodes: int) -> None:
+        self.needed, self.given, self.reqs = needed, [], ["a decode"] * num_decodes
 
     def check_decode_mem(self) -> bool:
         return len(self.given) >= self.needed
@@ -121,7 +121,7 @@ class ShortOfMemory:
 def test_decodes_that_run_out_of_memory_take_it_from_who_does_not_decode(
     needed, given, is_left, monkeypatch
 ):
-    batch, pooled, parked = ShortOfMemory(needed), [], ["parked"]
+    batch, pooled, parked = ShortOfMemory(needed, num_decodes=2), [], ["parked"]
     monkeypatch.setattr(offers, "retract_all", lambda **given: batch.given.append("chunk"))
     counts = SimpleNamespace(num_prefill_parks=0)
     chunk = between_chunks()
@@ -143,6 +143,31 @@ def test_decodes_that_run_out_of_memory_take_it_from_who_does_not_decode(
     assert (one.chunked_req is chunk) is is_left
     assert pooled == [(chunk, True)] * (not is_left)
     assert counts.num_prefill_parks == len(pooled)
+
+
+@pytest.mark.parametrize(("num_decodes", "is_set_aside"), [(1, True), (2, False)])
+def test_the_last_decode_does_not_end_for_want_of_what_an_online_prompt_holds(
+    num_decodes, is_set_aside, monkeypatch
+):
+    """Of several SGLang takes back one; the only one it would end with an error."""
+    batch, queued = ShortOfMemory(1, num_decodes), []
+    monkeypatch.setattr(offers, "retract_all", lambda **given: batch.given.append("chunk"))
+    chunk = between_chunks(echo_terms=SimpleNamespace(is_offline=False))
+    one = scheduler(
+        chunked_req=chunk,
+        _parked_chunks=[],
+        _pending_chunked_abort_req=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        tree_cache=None,
+        hisparse_coordinator=None,
+        step_control=SimpleNamespace(without_turn=()),
+        _retract_parked=lambda batch: False,
+        _add_request_to_queue=lambda req, is_retracted: queued.append(req),
+    )
+    one._free_for_decode(batch)
+    assert queued == [chunk] * is_set_aside
+    assert (one.chunked_req is None) is is_set_aside
 
 
 @pytest.mark.parametrize(
