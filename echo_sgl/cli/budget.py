@@ -91,6 +91,20 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     require_budget(running)
     require_same(stored or running, running, output)
     search = run_search(replayer, targets, stored_s=stored.steps.budget_s if stored else None)
+    load = f"{trace.name}, {seconds:g} s at speed {speed:g}"
+    work = jobs.name if jobs else "synthetic lines"
+    budget_s, facts = report(search, replayer, f"online: {load}; offline: {work}")
+    if not check:
+        if search.is_open_ended:
+            typer.echo(f"no budget up to {budget_s:.4g} s broke the SLO", err=True)
+        write_preset(output, running, budget_s, facts)
+
+
+def report(search: BudgetSearch, replayer: Replayer, loads: str) -> tuple[float, list[str]]:
+    """Print what was found: the budget, and what a preset says of it.
+
+    Errors: `typer.Exit` without a budget.
+    """
     table, notes = list(evidence(search)), list(replayer.load.notes())
     typer.echo("\n".join(table))
     for note in notes:
@@ -98,13 +112,7 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     if search.budget_s is None:
         typer.echo(f"echo-sgl: {refusal(search)}", err=True)
         raise typer.Exit(NOT_KEPT_EXIT)
-    if not check:
-        if search.is_open_ended:
-            typer.echo(f"no budget up to {search.budget_s:.4g} s broke the SLO", err=True)
-        load = f"{trace.name}, {seconds:g} s at speed {speed:g}"
-        work = jobs.name if jobs else "synthetic lines"
-        facts = [*provenance(replayer), f"online: {load}; offline: {work}", *notes]
-        write_preset(output, running, search.budget_s, [*facts, *table])
+    return search.budget_s, [*provenance(replayer), loads, *notes, *table]
 
 
 def read_slo(text: str) -> tuple[Target, ...]:

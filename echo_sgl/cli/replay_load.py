@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from echo_sgl.batches.lines import LineError, is_blank, parse_line
 from echo_sgl.errors import EchoError
+from echo_sgl.sim.server_config import PROMPT_MARGIN_TOKENS
 from echo_sgl.sim.trace_files import TraceFileError
 from echo_sgl.sim.workload import Trace
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
 MAX_JOB_LINES = 50_000
 FIRST_TOKEN_ID = 16
-# What SGLang keeps free behind a prompt (`validate_input_length`), and behind an answer.
-PROMPT_MARGIN_TOKENS, ANSWER_MARGIN_TOKENS = 7, 2
+ANSWER_MARGIN_TOKENS = 2  # that SGLang keeps free behind an answer
 # Of synthetic offline work: documents that several requests in turn ask about.
 DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, QUESTIONS = 512, 64, 64, 8
 
@@ -121,7 +121,7 @@ class ReplayLoad:
 
     def _fitting(self, prompt_tokens: int, output_tokens: int) -> tuple[int, int]:
         """Lengths that the server takes: the trace may come from a larger model."""
-        prompt_tokens = min(prompt_tokens, self._most_tokens - PROMPT_MARGIN_TOKENS)
+        prompt_tokens = min(prompt_tokens, self._most_tokens - PROMPT_MARGIN_TOKENS - 1)
         room = self._most_tokens - ANSWER_MARGIN_TOKENS - prompt_tokens
         return prompt_tokens, min(output_tokens, room)
 

@@ -44,8 +44,8 @@ class EchoPrefillAdder(RoomAdder):
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
-        if self.chunk_waits or any(one.beam_group is not None for one in self.can_run_list):
-            return AddReqResult.OTHER  # whose beams take their slots when the prefill has ended
+        if self.chunk_waits or (self.can_run_list and self.can_run_list[-1].beam_group is not None):
+            return AddReqResult.OTHER  # beams take their slots when the prefill has ended
         add = self._add_offline if is_held_back(req) else self._add_online_making_room
         result = add(req, has_chunked_req, truncation_align_size)
         if result is AddReqResult.NO_TOKEN and not self._was_added(req):

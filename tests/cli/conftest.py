@@ -9,6 +9,7 @@ import pytest
 
 from eval.server import Server
 from tests.cli.jobs import start_cli
+from tests.cli.odd_server import OddServer, serving_odd
 from tests.cli.stubs import StubServer
 
 NAMED = ("--served-model-name", "tiny")
@@ -58,3 +59,9 @@ def cli() -> Iterator[StartCli]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def odd() -> Iterator[OddServer]:
+    with serving_odd() as server:
+        yield server

@@ -6,29 +6,19 @@ import contextlib
 import json
 import os
 import threading
-from array import array
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from echo_sgl.cli import app
 from echo_sgl.cli.batch_client import AwayError, BatchClient, BatchServiceError
 from echo_sgl.cli.batch_service import endpoint_of
-from echo_sgl.cli.calibration import wait_until_up
 from echo_sgl.cli.connection import ApiKeyError, ProxyError
-from echo_sgl.cli.replay import Replayer, set_budget
-from echo_sgl.cli.replay_load import ReplayError, read_job
+from echo_sgl.cli.replay_load import read_job
 from echo_sgl.cli.server_route import ServerRouteError
 from echo_sgl.errors import EchoError
-from echo_sgl.sim.workload import Trace
-from echo_sgl.types import Task
 from tests.cli.jobs import completion_line, write_job
+from tests.cli.odd_server import REPLICA, OddServer, run
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,3\n0.5,40,2\n"
 KEY = "ключ"
@@ -40,60 +30,6 @@ BATCH: dict[str, Any] = {
     "created_at": 0,
     "output_file_id": "file-1",
 }
-SERVER = {"max_context_tokens": 256, "max_total_tokens": 1000, "vocab": 100}
-REPLICA: dict[str, Any] = {
-    "replica": 0,
-    "server": SERVER,
-    "config": {"steps": {"limit": "budget"}},
-    "num_running": 0,
-    "num_waiting": 0,
-    "num_offline": 0,
-    "num_started": 0,
-    "num_steps": 0,
-    "columns": ["time_s"],
-    "rows": [[0.5]],
-}
-
-
-class OddServer:
-    """Answers every path with `usual`, but those in `paths`; None loses the connection."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.usual: tuple[int, str] | None = (200, "{}")
-        self.paths: dict[str, tuple[int, str] | None] = {}
-        self.keys: dict[str, str | None] = {}  # what was last sent to each as `Authorization`
-
-
-@pytest.fixture
-def odd() -> Iterator[OddServer]:
-    server = OddServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            path = self.path.partition("?")[0]
-            answer = server.paths.get(path, server.usual)
-            server.keys[path] = self.headers.get("Authorization")
-            if answer is None:
-                return
-            self.send_response(answer[0])
-            self.end_headers()
-            self.wfile.write(answer[1].encode())
-
-        do_POST = do_DELETE = do_GET
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    http.shutdown()
-    thread.join()
-    http.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +40,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "azure.csv").write_text(AZURE)
     (tmp_path / "folder").mkdir()
     return tmp_path
-
-
-def run(server: OddServer, command: str) -> Result:
-    arguments = [*command.split(), "--url", server.url]
-    return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 BUDGET = "budget --slo ttft_p99=1s --trace azure.csv --output new.toml"
@@ -335,73 +266,6 @@ def test_a_proxy_that_cannot_be_used_is_named_as_what_is_wrong(
     monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(ProxyError, match=r"ALL_PROXY names cannot be used.*or unset"):
         run(odd, command)
-
-
-# Replays
-
-
-@pytest.mark.parametrize(
-    ("path", "answer", "said"),
-    [
-        ("/flush_cache", (404, "Not Found"), "/flush_cache answers 404: Not Found"),
-        ("/flush_cache", (401, "no"), "flush_cache answers 401.*admin key.*--admin-api-key"),
-        ("/flush_cache", None, "failed meanwhile: Server disconnected"),
-        ("/echo/budget", (404, "Not Found"), "/echo/budget answers 404"),
-        ("/echo/budget", (403, "no"), "budget answers 403.*admin key.*--admin-api-key"),
-        ("/echo/budget", (500, "out of order"), "500: out of order. The server, or a proxy"),
-        ("/echo/budget", None, "failed meanwhile: Server disconnected"),
-    ],
-)
-def test_a_server_that_fails_between_replays_is_reported(
-    odd: OddServer, path: str, answer: tuple[int, str] | None, said: str
-) -> None:
-    steps = json.dumps({"replicas": [REPLICA]})
-    odd.paths = {"/echo/steps": (200, steps), path: answer}
-    trace = Trace(Task.ONLINE, array("d", [0.0]), array("q", [9]), array("q", [2]))
-    replayer = Replayer(odd.url, None, trace, jobs=None, speed=1.0, rng=Random(0))
-    with pytest.raises(ReplayError, match=said):
-        replayer.measure(0.1, ())
-
-
-def test_what_moves_a_server_is_asked_with_its_admin_key(odd: OddServer) -> None:
-    chunk = json.dumps({"meta_info": {"completion_tokens": 1}})
-    odd.paths = {
-        "/echo/steps": (200, json.dumps({"replicas": [REPLICA]})),
-        "/generate": (200, f"data: {chunk}"),
-    }
-    trace = Trace(Task.ONLINE, array("d", [0.0]), array("q", [9]), array("q", [2]))
-    replayer = Replayer(
-        odd.url, "usual", trace, jobs=None, speed=1.0, rng=Random(0), admin_api_key="admin"
-    )
-    replayer.measure(0.0, ())
-    set_budget(odd.url, "admin", 0.1)
-    assert odd.keys["/echo/budget"] == odd.keys["/flush_cache"] == "Bearer admin"
-    assert odd.keys["/echo/steps"] == odd.keys["/generate"] == "Bearer usual"
-
-
-@pytest.mark.parametrize("status", [400, 422])
-def test_lines_that_the_server_never_takes_are_left_out_and_told(
-    odd: OddServer, folder: Path, status: int
-) -> None:
-    write_job(folder / "jobs.jsonl", [completion_line("a"), completion_line("b")])
-    odd.paths = {
-        "/echo/steps": (200, json.dumps({"replicas": [REPLICA]})),
-        "/v1/completions": (status, "too long for the context"),
-    }
-    trace = Trace(Task.ONLINE, array("d", [0.0, 1.0]), array("q", [9, 9]), array("q", [2, 2]))
-    replayer = Replayer(odd.url, None, trace, jobs=Path("jobs.jsonl"), speed=1.0, rng=Random(0))
-    said = "the server refuses 2 of 2 lines of the job, first line 1: too long for the context"
-    with pytest.raises(ReplayError, match=f"no line of the job is left: {said}"):
-        replayer.measure(0.1, ())
-    assert list(replayer.load.notes()) == [said]
-
-
-def test_a_proxy_that_cannot_be_used_ends_the_wait_for_a_server(
-    odd: OddServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
-    with pytest.raises(ProxyError, match="ALL_PROXY names cannot be used"):
-        wait_until_up(odd.url)
 
 
 @pytest.mark.parametrize(
