@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
+from echo_sgl.batches import assembly
+from echo_sgl.batches.dispatcher import Dispatcher
 from echo_sgl.batches.store.job_store import JobStore, open_store
 from eval.postgres import MISSING, binaries, running_postgres
 from tests.batches.client import Stub, running_stub
@@ -87,3 +89,16 @@ def live_sqlite(tmp_path: Path) -> Callable[..., None]:
         asyncio.run(main())
 
     return run
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Dispatcher]:
+    """The dispatchers that are made."""
+    found: list[Dispatcher] = []
+
+    def make(*given: Any) -> Dispatcher:
+        found.append(Dispatcher(*given))
+        return found[-1]
+
+    monkeypatch.setattr(assembly, "Dispatcher", make)
+    return found

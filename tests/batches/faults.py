@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
+from echo_sgl.batches.active_job import ActiveJob
+from echo_sgl.batches.dispatcher import Dispatcher
 from echo_sgl.batches.store import work
 from eval.stub_server import StubModel
 
@@ -97,3 +99,7 @@ def async_(condition: Callable[[], bool]) -> Any:
         return condition()
 
     return holds
+
+
+def jobs_of(dispatcher: Dispatcher) -> list[ActiveJob]:
+    return list(dispatcher._table.jobs.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, create_engine, text
 
-from echo_sgl.batches import active_job, assembly, dispatcher, ending, job_table, lease, recorder
+from echo_sgl.batches import active_job, dispatcher, ending, job_table, lease, recorder
 from echo_sgl.batches.active_job import ActiveJob, Claim, Hold
 from echo_sgl.batches.dispatcher import Dispatcher
 from echo_sgl.batches.line_engine import request_head
@@ -28,29 +27,16 @@ from echo_sgl.batches.store.work import Span
 from echo_sgl.batches.tenants import Tenants
 from tests.batches.client import Stub, job, running_stub, until
 from tests.batches.faults import (
-    FullModel,
     HoldingModel,
     async_,
     connection_lost,
     failing_once,
+    jobs_of,
     lose_first_release,
 )
 
 ANNS_KEY = "a-key-of-enough-letters"
 Live = Callable[..., None]
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Dispatcher]:
-    """The dispatchers that are made."""
-    found: list[Dispatcher] = []
-
-    def make(*given: Any) -> Dispatcher:
-        found.append(Dispatcher(*given))
-        return found[-1]
-
-    monkeypatch.setattr(assembly, "Dispatcher", make)
-    return found
 
 
 async def change(stub: Stub, batch_id: str, what: str) -> None:
@@ -205,84 +191,14 @@ def test_a_resumed_batch_goes_on_while_its_last_line_is_still_in_the_engine(
     live_sqlite(life, model=HoldingModel(), window_lines=4)
 
 
-def test_a_job_whose_lines_are_refused_takes_no_place_from_others(
-    live_sqlite: Live, made: list[Dispatcher]
-) -> None:
-    async def life(stub: Stub) -> None:
-        model = stub.model
-        assert isinstance(model, HoldingModel)
-        refused = await stub.create(job([f"refuse {10**6 + index}" for index in range(20)]))
-        await until(async_(lambda: [one.pace.limit for one in jobs(made[0])] == [1.0]))
-        held = await stub.create(job(["hold"] * 8))
-        await until(async_(lambda: model.num_held == 8))
-        await stub.client.batches.cancel(refused.id)
-        model.released.set()
-        assert (await stub.ended(held.id)).status == "completed"
-
-    live_sqlite(life, model=HoldingModel(), window_lines=8)
-
-
-@pytest.fixture
-def short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "backoff_s", lambda *given, **bounds: 0.03)
-
-
-def test_a_line_that_is_refused_whatever_else_is_answered_fails_with_the_reason(
-    live_sqlite: Live, short_back_off: None, made: list[Dispatcher]
-) -> None:
-    async def life(stub: Stub) -> None:
-        batch = await stub.create(job(["refuse 1000000", *["p"] * 2000]))
-        await until(async_(lambda: bool(jobs(made[0]))))
-        active = jobs(made[0])[0]
-        ended = await stub.ended(batch.id)
-        assert active.pace.limit == math.inf  # it shrank in vain
-        assert len(await stub.records(ended.output_file_id)) == 2000
-        failed = (await stub.records(ended.error_file_id))["line-0"]["response"]
-        assert failed["status_code"] == 503
-        assert failed["body"]["error"]["message"] == "made up: refuse 1000000"
-
-    live_sqlite(life, window_lines=16)
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_no_line_fails_on_a_server_that_takes_few_at_a_time(
-    live_sqlite: Live, short_back_off: None, most: int
-) -> None:
-    async def life(stub: Stub) -> None:
-        batches = [await stub.create(job(["p"] * 200)) for _ in range(2)]
-        for batch in batches:
-            ended = await stub.ended(batch.id)
-            assert ended.error_file_id is None
-            assert len(await stub.records(ended.output_file_id)) == 200
-        assert isinstance(stub.model, FullModel)
-        assert stub.model.num_refused > 0
-
-    live_sqlite(life, model=FullModel(most), window_lines=16, max_line_attempts=1)
-
-
-def test_lines_that_were_all_refused_for_a_while_are_all_answered(
-    live_sqlite: Live, short_back_off: None
-) -> None:
-    async def life(stub: Stub) -> None:
-        prompts = [f"refuse {index}" for index in range(5, 15)]
-        ended = await stub.ended((await stub.create(job(prompts))).id)
-        assert len(await stub.records(ended.output_file_id)) == 10
-
-    live_sqlite(life, window_lines=16, max_line_attempts=1)
-
-
-def jobs(dispatcher: Dispatcher) -> list[ActiveJob]:
-    return list(dispatcher._table.jobs.values())
-
-
 def are_dropped(dispatcher: Dispatcher) -> bool:
     """Whether it has seen that none of its jobs is to go on now."""
-    return all(job.is_dropped for job in jobs(dispatcher))
+    return all(job.is_dropped for job in jobs_of(dispatcher))
 
 
 def have_claimed_ahead(dispatcher: Dispatcher) -> bool:
     """Whether each of its jobs has lines that wait for the window."""
-    return all(job.pending for job in jobs(dispatcher))
+    return all(job.pending for job in jobs_of(dispatcher))
 
 
 def num_done(batch: Any) -> int:

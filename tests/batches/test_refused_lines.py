@@ -1,0 +1,81 @@
+"""Lines that a server refuses: whose fault it is, and what others have to bear of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from echo_sgl.batches import dispatcher
+from echo_sgl.batches.dispatcher import Dispatcher
+from tests.batches.client import Stub, job, until
+from tests.batches.faults import FullModel, HoldingModel, async_, jobs_of
+
+Live = Callable[..., None]
+
+
+def test_a_job_whose_lines_are_refused_takes_no_place_from_others(
+    live_sqlite: Live, made: list[Dispatcher]
+) -> None:
+    async def life(stub: Stub) -> None:
+        model = stub.model
+        assert isinstance(model, HoldingModel)
+        refused = await stub.create(job([f"refuse {10**6 + index}" for index in range(20)]))
+        await until(async_(lambda: [one.pace.limit for one in jobs_of(made[0])] == [1.0]))
+        held = await stub.create(job(["hold"] * 8))
+        await until(async_(lambda: model.num_held == 8))
+        await stub.client.batches.cancel(refused.id)
+        model.released.set()
+        assert (await stub.ended(held.id)).status == "completed"
+
+    live_sqlite(life, model=HoldingModel(), window_lines=8)
+
+
+@pytest.fixture
+def short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "backoff_s", lambda *given, **bounds: 0.03)
+
+
+def test_a_line_that_is_refused_whatever_else_is_answered_fails_with_the_reason(
+    live_sqlite: Live, short_back_off: None, made: list[Dispatcher]
+) -> None:
+    async def life(stub: Stub) -> None:
+        batch = await stub.create(job(["refuse 1000000", *["p"] * 2000]))
+        await until(async_(lambda: bool(jobs_of(made[0]))))
+        active = jobs_of(made[0])[0]
+        ended = await stub.ended(batch.id)
+        assert active.pace.limit == math.inf  # it shrank in vain
+        assert len(await stub.records(ended.output_file_id)) == 2000
+        failed = (await stub.records(ended.error_file_id))["line-0"]["response"]
+        assert failed["status_code"] == 503
+        assert failed["body"]["error"]["message"] == "made up: refuse 1000000"
+
+    live_sqlite(life, window_lines=16)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_line_fails_on_a_server_that_takes_few_at_a_time(
+    live_sqlite: Live, short_back_off: None, most: int
+) -> None:
+    async def life(stub: Stub) -> None:
+        batches = [await stub.create(job(["p"] * 200)) for _ in range(2)]
+        for batch in batches:
+            ended = await stub.ended(batch.id)
+            assert ended.error_file_id is None
+            assert len(await stub.records(ended.output_file_id)) == 200
+        assert isinstance(stub.model, FullModel)
+        assert stub.model.num_refused > 0
+
+    live_sqlite(life, model=FullModel(most), window_lines=16, max_line_attempts=1)
+
+
+def test_lines_that_were_all_refused_for_a_while_are_all_answered(
+    live_sqlite: Live, short_back_off: None
+) -> None:
+    async def life(stub: Stub) -> None:
+        prompts = [f"refuse {index}" for index in range(5, 15)]
+        ended = await stub.ended((await stub.create(job(prompts))).id)
+        assert len(await stub.records(ended.output_file_id)) == 10
+
+    live_sqlite(life, window_lines=16, max_line_attempts=1)
