@@ -49,12 +49,12 @@ class DriftDetector:
             return False
         mean = self._block_sum / self.BLOCK
         self._num_in_block, self._block_sum = 0, 0.0
-        if len(self._reference) < self.REFERENCE:
-            self._reference.append(mean)
-            if len(self._reference) == self.REFERENCE:
-                self._settle()
-            return False
-        return self._judge(mean)
+        if self._std:
+            return self._judge(mean)
+        self._reference.append(mean)
+        if len(self._reference) == self.REFERENCE:
+            self._settle()
+        return False
 
     def _settle(self) -> None:
         """What is normal: mean and deviation of the first blocks, clipped about their median."""
@@ -64,6 +64,7 @@ class DriftDetector:
         means = [min(max(one, median - most), median + most) for one in self._reference]
         self._mean = statistics.fmean(means)
         self._std = max(self.MIN_STD, statistics.stdev(means, self._mean))
+        self._reference = []
 
     def _judge(self, mean: float) -> bool:
         score = min(max((mean - self._mean) / self._std, -self.CLIP), self.CLIP)
