@@ -102,7 +102,7 @@ class ReplayLoad:
             yield self._refusals()
 
     def _refusals(self) -> str:
-        line, reason = next(iter(self._refused.items()))
+        line, reason = min(self._refused.items())
         return (
             f"the server refuses {len(self._refused)} of {len(self._lines or ())} lines of the "
             f"job, first line {line}: {reason}"

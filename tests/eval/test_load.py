@@ -288,4 +288,5 @@ def test_a_job_goes_on_for_as_long_as_online_requests_might_have_come(
     ends_s = [one.end_s for one in records if one.task is Task.OFFLINE and one.end_s is not None]
     assert online.status is Status.OK and online.end_s is not None
     assert end_s - start_s == pytest.approx(3.0)
-    assert max(ends_s) >= max(end_s, online.end_s)
+    timer_s = 0.01  # an event loop's timers may fire a little early
+    assert max(ends_s) >= max(end_s, online.end_s) - timer_s
