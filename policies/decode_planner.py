@@ -88,6 +88,18 @@ class DecodePlanner:
             chosen = {min(choices, key=lambda one: one.sequence).rid}
         return chosen
 
+    def in_order_of_claim(self, candidates: Sequence[Decode], chosen: set[str]) -> list[Decode]:
+        """Those of the chosen who take what only some of them can have, first who keeps it: late,
+        then overdue, then running ones, then others, each by their start.
+        """
+
+        def claim(one: Decode) -> tuple[bool, bool, bool, int]:
+            since_s = self.view.now_s if one.waiting_since_s is None else one.waiting_since_s
+            is_overdue = self._selection.is_overdue(since_s, self.view.now_s)
+            return one.laxity_s >= 0, not is_overdue, not one.is_running, one.sequence
+
+        return sorted((one for one in candidates if one.rid in chosen), key=claim)
+
     @property
     def must_pack(self) -> bool:
         """Whether not all online decodes may be in this step, see `policies/packing.py`."""

@@ -161,6 +161,13 @@ def _slot(facts: Facts) -> str:
     return f"for a request slot: {facts['num_running']:,} requests run{most}."
 
 
+def _adapter(facts: Facts) -> str:
+    return (
+        f"for its LoRA adapter: requests with {facts['num_adapters']:,} others run or sit out, and "
+        "no more fit (--max-loras-per-batch)."
+    )
+
+
 def _prefix(facts: Facts) -> str:
     return "for its prefix, which a neighbour computes right now; a step later it is in the cache."
 
@@ -213,6 +220,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "reserve": _reserve,
     "order": _order,
     "slot": _slot,
+    "adapter": _adapter,
     "prefix": _prefix,
     "ahead": _ahead,
     "late": _late,

@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.choices import (
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
-from echo_sgl.cpu import OVERLAP_ENV, host_tier
+from echo_sgl.cpu import OVERLAP_ENV, adapters, host_tier
 
 ATTENTION_BACKEND = "echo_cpu"
 BIND_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -50,6 +50,7 @@ class EchoCpuPlatform(CpuDeviceMixin, SRTPlatform):
             # wait until the next one has run, too.
             server_args.disable_overlap_schedule = True
         host_tier.choose_transfers(server_args)
+        adapters.choose_kernels(server_args)
         num_ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
         if num_ranks > 1 and not os.environ.get(BIND_ENV):
             os.environ[BIND_ENV] = cores_by_rank(os.sched_getaffinity(0), num_ranks)
@@ -62,6 +63,7 @@ class EchoCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         register_attention_backend(ATTENTION_BACKEND)(create_attention_backend)
         host_tier.install()
+        adapters.install()
         if "|" in (ranks := os.environ.get(BIND_ENV, "")):
             # SGLang binds threads only where it has AMX or ARM kernels; two ranks that each
             # spin on all cores are many times slower than two that share them.

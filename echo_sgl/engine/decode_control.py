@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from echo_sgl.engine.adapters import AdapterRoom
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.parking import ParkedDecodes
 from echo_sgl.engine.places import placed
@@ -44,6 +45,7 @@ class DecodeControl:
     without_turn: ParkedDecodes
     counts: StepCounts
     can_park: bool
+    adapters: AdapterRoom | None
     _watch: DeadlineWatch
     _running: Running
     _now_s: float
@@ -51,20 +53,26 @@ class DecodeControl:
     # At so many steps from now some will have grown by a token less than the others.
     _num_unsteady: int
 
-    def select_decodes(self, batch: ScheduleBatch) -> None:
-        """Let as many offline requests decode in this step as fit; the others sit out."""
+    def select_decodes(self, batch: ScheduleBatch, awaited: Iterable[Req] = ()) -> None:
+        """Let as many offline requests decode in this step as fit; the others sit out.
+
+        `awaited`: online requests that would start in the same step.
+        """
         is_settled = self._is_settled
         if not self._running.are(batch.reqs):
             is_settled = self._stays(Contexts.of([req.seqlen for req in offline_of(batch.reqs)]))
             self._is_settled = is_settled
-        if is_settled:
-            return
         if not self.can_park:
+            return
+        if is_settled and (self.adapters is None or self.adapters.has(batch.reqs, awaited)):
             return
         running = offline_of(batch.reqs)
         candidates = self._candidates(running)
         chosen = self.planner.choose_decodes(lambda: candidates)
         leaving = self._online_leaving(batch.reqs, candidates, chosen)
+        if self.adapters is not None:
+            in_order = self.planner.in_order_of_claim(candidates, chosen)
+            leaving |= self._without_adapters(batch.reqs, in_order, chosen, awaited)
         # First in, then out: an emptied batch cannot take anybody in.
         self._resume(batch, {req.rid for req in self.parked if req.rid in chosen})
         self._park(batch, [req for req in running if req.rid not in chosen])
@@ -110,6 +118,22 @@ class DecodeControl:
         replacement = planner.replace_decodes(candidates, chosen, online, beside=beside)
         chosen |= replacement.joining
         return replacement.leaving
+
+    def _without_adapters(
+        self,
+        reqs: Sequence[Req],
+        in_order: Sequence[Decode],
+        chosen: set[str],
+        awaited: Iterable[Req],
+    ) -> set[str]:
+        """The online requests that sit out this step; offline ones that do leave `chosen`."""
+        assert self.adapters is not None
+        offline = {req.rid: req for req in (*reqs, *self.parked)}
+        joining = [offline[one.rid] for one in in_order]
+        without = self.adapters.without_room(reqs, joining, awaited)
+        without_turn = without - chosen
+        chosen -= without
+        return without_turn
 
     def _leave_out(self, batch: ScheduleBatch, rids: frozenset[str]) -> None:
         """Keep these online requests out of this step; `take_left_out` ends that."""

@@ -8,6 +8,8 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import OfflineConfig
+from echo_sgl.engine.adapters import claimed_adapters
+from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.kv_limits import KvLimits, needed_tokens
 from echo_sgl.engine.parking import has_prompt_logprobs
 from echo_sgl.engine.pool_intake import PoolIntake
@@ -35,6 +37,7 @@ class Offers(PoolIntake):
     _parked_chunks: list[Req]
     _shed: list[Req]
     _kept_positions: list[KeptPositions]
+    _adder: EchoPrefillAdder
 
     def _offline_chunk_tokens(self) -> int | None:
         limit = self.offline_config.max_prefill_tokens_per_step
@@ -164,6 +167,22 @@ class Offers(PoolIntake):
         self.waiting_queue.extend(offered)
         is_asked = self.model_config.is_multimodal
         self._kept_positions = kept_positions(self.waiting_queue) if is_asked else []
+
+    def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
+        """SGLang asks before it starts a request; `running_loras`: of all that run or start."""
+        control = self.step_control
+        # A mixed step's decodes have made way already.
+        if control.can_park and not (self.is_mixed_chunk and not is_offline(req)):
+            running_loras = claimed_adapters(
+                req,
+                running=self._adder.running_batch.reqs,
+                starting=self._adder.can_run_list,
+                parked=control.parked,
+            )
+        can_start: bool = super().can_schedule_lora_req(req, running_loras)
+        if not can_start:
+            control.refuse(Reason.ADAPTER, req.rid, num_adapters=len(running_loras))
+        return can_start
 
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""

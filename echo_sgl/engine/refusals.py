@@ -24,6 +24,8 @@ class Reason(StrEnum):
     """Others are before it."""
     SLOT = "slot"
     """As many requests run as may."""
+    ADAPTER = "adapter"
+    """Its adapter has no room beside those of requests that run."""
     PREFIX = "prefix"
     """A neighbour computes its prefix right now; one step later it is a hit."""
     AHEAD = "ahead"

@@ -19,6 +19,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_observability, get_parallel
 
+from echo_sgl.engine.adapters import AdapterRoom
 from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.clock import Measured, StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
@@ -100,9 +101,10 @@ class EchoScheduler(Offers):
             chunk_tokens=self.chunked_prefill_size or self.max_prefill_tokens,
             watch=self.deadline_watch,
             rank=get_parallel().tp_rank,
-            # SGLang makes room for adapters of those that run; who sits out would lose its own.
-            can_park=not self.enable_lora,
+            # Loaded ahead of a step, an adapter of who sits out could be gone when it resumes.
+            can_park=not self.enable_lora_overlap_loading,
         )
+        self.step_control.adapters = AdapterRoom.create(self)
         self.step_control.launched = self._launched_prefills
         self.echo_metrics = SchedulerMetrics.create(
             enabled=get_observability().enable_metrics and leads
@@ -287,7 +289,7 @@ class EchoScheduler(Offers):
         self.kv_limits.observe(now_s, control.online_tokens)
         if self.is_mixed_chunk:
             # A step that prefills decodes as well: who decodes must be settled first.
-            control.select_decodes(running_batch)
+            control.select_decodes(running_batch, awaited=self.waiting_queue)
 
     def _decodes_first(self) -> bool:
         return self.step_control.defers_prefill(
@@ -368,6 +370,7 @@ class EchoScheduler(Offers):
         # Else nobody is asked, and what was said before still holds.
         if self.waiting_queue or self.chunked_req is not None:
             self.step_control.refusal = None
+        self._adder = adder
         adder.offline_tokens_left = self.policy.offline_chunk_tokens
         adder.kv_limits = self.kv_limits
         adder.control = self.step_control

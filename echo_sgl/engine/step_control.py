@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
 from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.config import EchoConfig
+from echo_sgl.engine.adapters import AdapterRoom
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.decision_log import DecisionLog
 from echo_sgl.engine.decode_control import UNSTEADY_STEPS, DecodeControl, StepCounts
@@ -68,6 +69,7 @@ class StepControl(DecodeControl):
         self.log = StepLog(estimator.predict_both_s)
         self.decision_log = DecisionLog.from_environment(rank)
         self.can_park = config.steps.park and can_park
+        self.adapters: AdapterRoom | None = None
         self.planner = create_step_planner(
             config,
             estimator,

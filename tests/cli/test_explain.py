@@ -47,6 +47,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
         "needs 2,500 tokens of KV cache; offline requests hold 0 and are promised 0 more, of the "
         "2,000",
     ),
+    "adapter": ({"num_adapters": 2}, "requests with 2 others run or sit out, and no more fit"),
     "slot": ({"num_running": 4, "most": 4}, "4 requests run, 4 may (offline.max_running_requests)"),
     "gather": ({"num_places": 3, "empty_steps": 9}, "there is room for 3, and all that decode"),
     "queue": ({"num_places": 2, "empty_steps": 5}, "stop for them (steps.gather_online)"),

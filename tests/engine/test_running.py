@@ -33,6 +33,7 @@ class Decoding:
     beam_group: Any = None
     session: Any = None
     finished_reason: Any = None
+    lora_id: Any = None
     rid: str = ""
     num_looks: int = 0
 

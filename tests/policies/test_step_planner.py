@@ -115,6 +115,16 @@ def test_offline_decodes_join_up_to_the_limit():
     assert chosen == {"0", "1", "2"}
 
 
+def test_a_claim_goes_by_lateness_then_by_waiting_then_by_what_runs():
+    plan = begin(planner())
+    late = decode(5, is_running=False)._replace(laxity_s=-1.0)
+    overdue = decode(4, is_running=False)._replace(waiting_since_s=NOW_S - 11)
+    others = [decode(3, is_running=False), decode(2), decode(1)]
+    claims = plan.in_order_of_claim([*others, overdue, late], {"1", "2", "3", "4", "5"})
+    assert [one.rid for one in claims] == ["5", "4", "1", "2", "3"]
+    assert plan.in_order_of_claim(others, {"2"}) == [others[1]]
+
+
 def test_beside_a_late_online_decode_nobody_offline_decodes():
     plan = begin(planner(), decodes=2, due_in_s=-0.1)
     assert plan.choose_decodes(lambda: [decode(1), decode(2)]) == set()
