@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
+from echo_sgl.policies.answer_lengths import AnswerLengths, ExpectedAnswers
 from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey
 from echo_sgl.types import PendingRequest
 
 # Windows are of minutes: what ended is taken in so often at most, and what runs, where all that do
 # have to be looked at, less often.
 ADVANCE_EVERY_S, LOOK_EVERY_S = 0.1, 1.0
-# Of one answer in the mean length of answers.
-MEAN_WEIGHT = 0.02
 
 
 def has_deadline(request: PendingRequest) -> bool:
@@ -31,11 +30,25 @@ def has_deadline(request: PendingRequest) -> bool:
 
 @dataclass(slots=True)
 class _Group:
-    """The pending requests that share a deadline."""
+    """The pending requests that share a deadline; none of them has started."""
 
     by_prefix: PrefixIndex = field(default_factory=PrefixIndex)
     sequences: set[int] = field(default_factory=set)
-    work_tokens: int = 0
+    prompt_tokens: int = 0
+    answers: ExpectedAnswers = field(default_factory=ExpectedAnswers)
+
+    def add(self, request: PendingRequest) -> None:
+        self.sequences.add(request.sequence)
+        self.by_prefix.add(request)
+        self.prompt_tokens += request.work.prompt_tokens
+        self.answers.add(request.work.max_output_tokens)
+
+    def remove(self, request: PendingRequest) -> None:
+        """Errors: `KeyError` if it is not here."""
+        self.sequences.remove(request.sequence)
+        self.by_prefix.remove(request)
+        self.prompt_tokens -= request.work.prompt_tokens
+        self.answers.remove(request.work.max_output_tokens)
 
 
 class DeadlineBook:
@@ -43,7 +56,8 @@ class DeadlineBook:
     how much those have left that run, or ran and wait to go on, which they do before all others.
 
     A deadline is that of a job, so there are few: adding and removing cost O(log n) in the
-    requests, and what looks at the deadlines costs O(deadlines).
+    requests, and what looks at the deadlines costs O(deadlines). What is left of a request goes by
+    how long answers are on average when it is asked for, not when the request came.
 
     Source: ours; least laxity first is Mok's rule (1983). Units: seconds, tokens.
     """
@@ -52,7 +66,8 @@ class DeadlineBook:
         self._groups: SortedDict[float, _Group] = SortedDict()
         self._running: dict[float, int] = {}
         # By deadline and sequence.
-        self._resumed: dict[float, dict[int, int]] = {}
+        self._resumed: dict[float, dict[int, PendingRequest]] = {}
+        self.answer_lengths = AnswerLengths()
 
     def __len__(self) -> int:
         return sum(len(group.sequences) for group in self._groups.values())
@@ -78,30 +93,26 @@ class DeadlineBook:
         group = self._groups[deadline_s]
         if request.sequence in group.sequences:
             raise ValueError(f"request {request.rid!r} is in the book already")
-        group.sequences.add(request.sequence)
-        group.by_prefix.add(request)
-        group.work_tokens += request.work_tokens
+        group.add(request)
 
     def remove(self, request: PendingRequest) -> None:
         """Forget a request. Errors: `KeyError` if it is not here."""
         group = self._groups[request.deadline_s]
-        group.sequences.remove(request.sequence)
-        group.by_prefix.remove(request)
-        group.work_tokens -= request.work_tokens
+        group.remove(request)
         if not group.sequences:
             del self._groups[request.deadline_s]
 
     def note_started(self, request: PendingRequest) -> None:
         """One that waited runs now; `set_running` will tell how much it has left."""
         if (deadline_s := request.deadline_s) is not None and has_deadline(request):
-            self._running[deadline_s] = self._running.get(deadline_s, 0) + request.work_tokens
+            self._running[deadline_s] = self._running.get(deadline_s, 0) + self._left(request)
 
     def note_resumed(self, request: PendingRequest) -> None:
         """One that had started waits again. Errors: `ValueError` when its deadline is none."""
         if (deadline_s := request.deadline_s) is None or not has_deadline(request):
             raise ValueError(f"deadline_s of {request.rid!r} is {deadline_s}; it must be a time")
-        self._resumed.setdefault(deadline_s, {})[request.sequence] = request.work_tokens
-        running_tokens = self._running.pop(deadline_s, 0) - request.work_tokens
+        self._resumed.setdefault(deadline_s, {})[request.sequence] = request
+        running_tokens = self._running.pop(deadline_s, 0) - self._left(request)
         if running_tokens > 0:
             self._running[deadline_s] = running_tokens
 
@@ -144,10 +155,15 @@ class DeadlineBook:
         started = self._running.keys() | self._resumed.keys()
         others = (one for one in started if now_s < one <= until_s and one not in self._groups)
         for deadline_s in sorted(chain(pending, others)):
-            group = self._groups.get(deadline_s)
-            work_tokens = group.work_tokens if group is not None else 0
-            work_tokens += sum(self._resumed.get(deadline_s, {}).values())
-            yield float(deadline_s), work_tokens + self._running.get(deadline_s, 0)
+            work_tokens = self._running.get(deadline_s, 0)
+            work_tokens += sum(map(self._left, self._resumed.get(deadline_s, {}).values()))
+            if (group := self._groups.get(deadline_s)) is not None:
+                answer_tokens = group.answers.total(self.answer_lengths.expected_tokens)
+                work_tokens += group.prompt_tokens + answer_tokens
+            yield float(deadline_s), work_tokens
+
+    def _left(self, request: PendingRequest) -> int:
+        return request.work.left_tokens(self.answer_lengths.expected_tokens)
 
     def laxity_s(
         self, deadline_s: float | None, now_s: float, rate_tokens_per_s: float | None

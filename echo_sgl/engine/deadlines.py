@@ -13,11 +13,11 @@ from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.deadlines import (
     ADVANCE_EVERY_S,
     LOOK_EVERY_S,
-    MEAN_WEIGHT,
     InWork,
     RateMeter,
     progress,
 )
+from echo_sgl.types import Work
 
 # A window is told apart in this many parts: lines of one job come with slightly different
 # deadlines, and what is decided at each step costs as much as there are deadlines.
@@ -31,7 +31,6 @@ class DeadlineWatch:
         self._order, self._rate = order, RateMeter()
         self._tokens_done, self._is_working = 0, False
         self._advanced_s = self._looked_s = -math.inf
-        self._mean_output_tokens: float | None = None
         self.urgent_deadline_s: float | None = None
 
     @property
@@ -39,32 +38,17 @@ class DeadlineWatch:
         """How fast offline work gets done; None until that can be told."""
         return self._rate.tokens_per_s
 
-    def terms(self, req: Any) -> tuple[float | None, int]:
-        """Deadline (seconds on the step clock, or None) and estimated tokens of a request that
-        waits; those that the rate knows already are not counted.
-        """
-        work_tokens = max(1, self._expected_tokens(req) - _counted(req))
+    def terms(self, req: Any) -> tuple[float | None, Work]:
+        """Deadline (seconds on the step clock, or None) and work of a request that waits."""
         end_s = _end_s(req)
-        return (None if math.isinf(end_s) else end_s), work_tokens
-
-    def _expected_tokens(self, req: Any) -> int:
-        """Of the prompt and the answer, which is taken to be as long as answers were on average,
-        and never longer than it may be: nobody knows its true length.
-        """
-        output_tokens = req.sampling_params.max_new_tokens
-        if self._mean_output_tokens is not None:
-            output_tokens = min(output_tokens, math.ceil(self._mean_output_tokens))
-        return len(req.origin_input_ids) + int(output_tokens)
+        return (None if math.isinf(end_s) else end_s), _work(req)
 
     def note_end(self, req: Any) -> None:
         """An offline request is done."""
-        num_tokens = len(req.output_ids)
         self._tokens_done += max(0, _done_tokens(req) - _counted(req))
         if isinstance(getattr(req, "finished_reason", None), FINISH_ABORT):
             return  # its answer would have been longer
-        mean = self._mean_output_tokens
-        weight = 1.0 if mean is None else MEAN_WEIGHT
-        self._mean_output_tokens = (mean or 0.0) + weight * (num_tokens - (mean or 0.0))
+        self._order.book.answer_lengths.note(len(req.output_ids))
 
     def advance(
         self, now_s: float, has_work: Callable[[], bool], running: Callable[[], Iterable[Any]]
@@ -114,7 +98,10 @@ class DeadlineWatch:
     def _end_of(self, req: Any) -> tuple[int, float]:
         """How many tokens a request should have in the end, and by when; 0 where it may be ever."""
         end_s = _end_s(req)
-        return (0 if math.isinf(end_s) else self._expected_tokens(req)), end_s
+        if math.isinf(end_s):
+            return 0, end_s
+        answer_tokens = self._order.book.answer_lengths.expected_tokens
+        return _work(req).expected_tokens(answer_tokens), end_s
 
     def laxity_s(self, req: Any, now_s: float) -> float:
         """Time left beyond what is needed at the present rate; infinite without deadline."""
@@ -143,6 +130,12 @@ def _rounded_deadline_s(deadline_s: float, arrival_s: float) -> float:
     window_s = deadline_s - arrival_s
     grid_s = 2.0 ** max(0, math.floor(math.log2(max(1.0, window_s / WINDOW_PARTS))))
     return math.floor(deadline_s / grid_s) * grid_s
+
+
+def _work(req: Any) -> Work:
+    """What it may have to compute: nobody knows how long its answer truly is."""
+    max_new_tokens = int(req.sampling_params.max_new_tokens)
+    return Work(len(req.origin_input_ids), max_new_tokens, _counted(req))
 
 
 def _counted(req: Any) -> int:

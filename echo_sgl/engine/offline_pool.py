@@ -10,7 +10,7 @@ from typing import Any
 from echo_sgl.policies.offer_size import in_line
 from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
-from echo_sgl.types import PendingRequest
+from echo_sgl.types import NO_WORK, PendingRequest, Work
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -63,7 +63,7 @@ class OfflinePool:
         entry_s: float,
         resumed: bool,
         deadline_s: float | None = None,
-        work_tokens: int = 0,
+        work: Work = NO_WORK,
     ) -> None:
         """Let a request wait. One that `resumed` keeps the place in line of its first entry."""
         self.end(req)
@@ -78,7 +78,7 @@ class OfflinePool:
             sequence=req.echo_sequence,
             namespace=namespace_of(req),
             deadline_s=deadline_s,
-            work_tokens=work_tokens,
+            work=work,
             req=req,
             entry_s=entry_s,
             num_tokens=req.seqlen,

@@ -76,9 +76,9 @@ class PoolIntake(Scheduler):
     def _pool(self, req: Req, *, resumed: bool) -> None:
         self._note_entry(req)
         entry_s = req.time_stats.wait_queue_entry_time
-        deadline_s, work_tokens = self.deadline_watch.terms(req)
+        deadline_s, work = self.deadline_watch.terms(req)
         self.offline_pool.add(
-            req, entry_s=entry_s, resumed=resumed, deadline_s=deadline_s, work_tokens=work_tokens
+            req, entry_s=entry_s, resumed=resumed, deadline_s=deadline_s, work=work
         )
 
     def _full_pool(self) -> str:

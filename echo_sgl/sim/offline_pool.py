@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.deadlines import LOOK_EVERY_S, MEAN_WEIGHT, InWork, RateMeter, progress
+from echo_sgl.policies.deadlines import LOOK_EVERY_S, InWork, RateMeter, progress
 from echo_sgl.policies.offer_size import in_line
 from echo_sgl.policies.offline_order import PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.sim.workload import SimRequest
-from echo_sgl.types import PendingRequest
+from echo_sgl.types import PendingRequest, Work
 
 
 class SimOfflinePool:
@@ -31,7 +31,6 @@ class SimOfflinePool:
         self._tokens_done = 0
         self._looked_s, self._is_running = -math.inf, False
         self.is_late = False  # whether a job would miss its window
-        self._mean_output_tokens: float | None = None
         self.on_change: Callable[[array[int]], None] = lambda blocks: None
 
     def __len__(self) -> int:
@@ -56,7 +55,7 @@ class SimOfflinePool:
             prompt=request.blocks,
             sequence=request.sequence,
             deadline_s=request.deadline_s if math.isfinite(request.deadline_s) else None,
-            work_tokens=max(1, self._expected_tokens(request) - request.counted_tokens),
+            work=_work(request),
         )
         self._order.add(pending, resumed=resumed)
         self._waiting[request.rid] = request, pending
@@ -73,9 +72,7 @@ class SimOfflinePool:
         """A request that started is done."""
         self._forget_start(request)
         self._tokens_done += max(0, request.seq_tokens - request.counted_tokens)
-        mean = self._mean_output_tokens
-        weight = 1.0 if mean is None else MEAN_WEIGHT
-        self._mean_output_tokens = (mean or 0.0) + weight * (request.num_outputs - (mean or 0.0))
+        self._order.book.answer_lengths.note(request.num_outputs)
 
     def upcoming(self, limit: int, most_tokens: int) -> list[SimRequest]:
         """The next in the policy's order that need no more than so much; they stay."""
@@ -106,7 +103,9 @@ class SimOfflinePool:
         self._looked_s = -math.inf
 
     def _in_work(self, request: SimRequest) -> InWork:
-        expected_tokens = self._expected_tokens(request)
+        expected_tokens = _work(request).expected_tokens(
+            self._order.book.answer_lengths.expected_tokens
+        )
         return InWork(
             request.seq_tokens, request.counted_tokens, expected_tokens, request.deadline_s
         )
@@ -122,8 +121,6 @@ class SimOfflinePool:
             self._order.end(pending)
             self.on_change(request.blocks)
 
-    def _expected_tokens(self, request: SimRequest) -> int:
-        mean, output_tokens = self._mean_output_tokens, request.max_new_tokens
-        if mean is not None:
-            output_tokens = min(output_tokens, math.ceil(mean))
-        return request.prompt_tokens + output_tokens
+
+def _work(request: SimRequest) -> Work:
+    return Work(request.prompt_tokens, request.max_new_tokens, request.counted_tokens)

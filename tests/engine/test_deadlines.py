@@ -15,6 +15,7 @@ from echo_sgl.engine.deadlines import WINDOW_PARTS, DeadlineWatch
 from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.offline_order import FcfsOrder
+from echo_sgl.types import Work
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +56,13 @@ def request(
     )
 
 
+def enter(pool: OfflinePool, watch: DeadlineWatch, req: SimpleNamespace) -> None:
+    deadline_s, work = watch.terms(req)
+    pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work=work)
+
+
 def test_without_a_deadline_there_is_none(watch):
-    assert watch.terms(request()) == (None, 150)
+    assert watch.terms(request()) == (None, Work(100, 50))
     assert math.isinf(watch.laxity_s(request(), now_s=0.0))
 
 
@@ -77,20 +83,23 @@ def test_lines_of_one_job_share_a_few_deadlines(watch):
     assert len(deadlines) <= 2
 
 
-def test_an_answer_is_expected_to_be_as_long_as_others_were(watch):
+def test_what_waits_is_expected_to_be_as_long_as_others_were(order, watch):
+    """Also where they ended after it came."""
+    enter(OfflinePool(order, capacity=9), watch, waits := request(deadline_s=64.0))
+    assert order.book.work_until(1064.0, 1000.0) == 150
     for _ in range(3):
         watch.note_end(request(outputs=10))
-    assert watch.terms(request())[1] == 110
+    assert order.book.work_until(1064.0, 1000.0) == 110
     watch.note_end(request(outputs=50))
-    assert 110 < watch.terms(request())[1] <= 150
+    assert order.book.work_until(1064.0, 1000.0) == 120
+    assert watch.laxity_s(waits, 1000.0) == math.inf, "there is no rate"
 
 
 def test_a_job_that_would_be_late_goes_ahead(order, watch):
     pool = OfflinePool(order, capacity=9)
     plain, hurried = request("plain"), request("hurried", deadline_s=100.0)
     for req in (plain, hurried):
-        deadline_s, work_tokens = watch.terms(req)
-        pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
+        enter(pool, watch, req)
     for now_s in range(1000, 1010):
         watch.advance(float(now_s), lambda: True, list)
     assert [req.rid for req in pool.upcoming(2)] == ["hurried", "plain"]
@@ -100,8 +109,7 @@ def test_a_job_that_would_be_late_goes_ahead(order, watch):
 def test_a_job_with_time_enough_waits_its_turn(order, watch):
     pool = OfflinePool(order, capacity=9)
     for req in (request("plain"), request("easy", deadline_s=1000.0)):
-        deadline_s, work_tokens = watch.terms(req)
-        pool.add(req, entry_s=0.0, resumed=False, deadline_s=deadline_s, work_tokens=work_tokens)
+        enter(pool, watch, req)
     for now_s in range(1000, 1010):
         watch.note_end(request(outputs=10))
         watch.advance(float(now_s), lambda: True, list)
@@ -143,13 +151,13 @@ def test_jobs_shorter_than_a_look_have_a_rate(watch):
     assert watch.rate_tokens_per_s == pytest.approx(110 / 0.5, rel=0.05)
 
 
-def test_an_aborted_answer_says_nothing_of_how_long_answers_are(watch):
+def test_an_aborted_answer_says_nothing_of_how_long_answers_are(order, watch):
     watch.note_end(request(outputs=30))
     for _ in range(100):
         aborted = request(outputs=0)
         aborted.finished_reason = FINISH_ABORT("gone")
         watch.note_end(aborted)
-    assert watch.terms(request())[1] == 130
+    assert order.book.answer_lengths.expected_tokens == 30
 
 
 def test_what_runs_counts_before_it_ends_and_nothing_twice(watch):
@@ -187,9 +195,9 @@ def test_what_lost_its_memory_is_work_that_is_left(order, watch):
         watch.advance(1000.0 + number, lambda: True, lambda: [lost])
     assert watch.urgent_deadline_s == 1045.0  # 40 tokens, 35 seconds
     pool = OfflinePool(order, capacity=9)
-    deadline_s, work_tokens = watch.terms(lost)
-    assert (deadline_s, work_tokens) == (1045.0, 40)
-    pool.add(lost, entry_s=0.0, resumed=True, deadline_s=deadline_s, work_tokens=work_tokens)
+    deadline_s, work = watch.terms(lost)
+    assert (deadline_s, work.left_tokens(None)) == (1045.0, 40)
+    pool.add(lost, entry_s=0.0, resumed=True, deadline_s=deadline_s, work=work)
     watch.advance(1011.0, lambda: True, list)
     assert watch.urgent_deadline_s == 1045.0
     assert watch.laxity_s(lost, 1011.0) < 0

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from echo_sgl.policies.deadline_order import DeadlineOrder
 from echo_sgl.policies.eviction_order import LeafFacts, create_eviction_order
 from echo_sgl.policies.offline_order import FcfsOrder, OfflineOrder, PsmOrder
-from echo_sgl.types import PendingRequest
+from echo_sgl.types import PendingRequest, Work
 
 
 def pending(
     sequence: int, prompt: str, deadline_s: float | None = None, work: int = 10
 ) -> PendingRequest:
-    return PendingRequest(f"r{sequence}", tokens(prompt), sequence, "", deadline_s, work)
+    return PendingRequest(f"r{sequence}", tokens(prompt), sequence, "", deadline_s, Work(work))
 
 
 def tokens(prompt: str) -> array[int]:

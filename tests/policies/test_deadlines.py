@@ -12,14 +12,19 @@ from hypothesis import strategies as st
 
 from echo_sgl.policies.deadlines import DeadlineBook, RateMeter
 from echo_sgl.policies.prefix_index import prefix_key
-from echo_sgl.types import PendingRequest
+from echo_sgl.types import PendingRequest, Work
 
 
 def pending(
-    sequence: int, prompt: list[int] | None = None, *, deadline_s: float | None, work: int = 10
+    sequence: int,
+    prompt: list[int] | None = None,
+    *,
+    deadline_s: float | None,
+    work: int = 10,
+    answer: int = 0,
 ) -> PendingRequest:
     tokens = array("q", [sequence] if prompt is None else prompt)
-    return PendingRequest(f"r{sequence}", tokens, sequence, "", deadline_s, work)
+    return PendingRequest(f"r{sequence}", tokens, sequence, "", deadline_s, Work(work, answer))
 
 
 def book_of(*requests: PendingRequest) -> DeadlineBook:
@@ -34,7 +39,7 @@ def any_requests(draw: st.DrawFn) -> list[PendingRequest]:
     facts = st.tuples(
         st.lists(st.integers(0, 2), max_size=4),
         st.sampled_from([10.0, 20.0, 30.0, 40.0]),
-        st.integers(0, 50),
+        st.integers(1, 50),
     )
     drawn = draw(st.lists(facts, max_size=20))
     return [
@@ -48,7 +53,8 @@ rates = st.sampled_from([0.0, 0.5, 1.0, 3.0, 10.0])
 
 
 def due_work(requests, deadline_s: float, now_s: float) -> int:
-    return sum(one.work_tokens for one in requests if now_s < one.deadline_s <= deadline_s)
+    due = [one.work for one in requests if now_s < one.deadline_s <= deadline_s]
+    return sum(work.left_tokens(None) for work in due)
 
 
 @given(any_requests(), clocks, rates, st.sampled_from([1.0, 1.2, 2.0]), st.data())
@@ -103,6 +109,23 @@ def test_who_starts_and_comes_back_counts_once_between_two_looks() -> None:
     assert book.work_until(10.0, 0.0) == 37
     book.note_resumed(requests[1])
     assert book.work_until(10.0, 0.0) == 60, "it had fewer left than that, but not fewer than none"
+
+
+def test_what_waits_is_as_much_as_its_answers_are_expected_to_be_now() -> None:
+    """Both who never started and who lost its memory, which has 10 of its answer."""
+    book = book_of(pending(0, deadline_s=9.0, answer=500), pending(1, deadline_s=9.0, answer=20))
+    lost = PendingRequest("lost", array("q", [2]), 2, "", 9.0, Work(10, 500, 20))
+    book.note_resumed(lost)
+    assert book.work_until(9.0, 0.0) == 510 + 30 + 490
+    book.answer_lengths.note(100)
+    assert book.work_until(9.0, 0.0) == 110 + 30 + 90
+    assert book.urgent_deadline(0.0, 25.0) == 9.0
+    for _ in range(9):
+        book.answer_lengths.note(0)
+    assert book.work_until(9.0, 0.0) == 20 + 20 + 1, "one longer than that ends any moment"
+    assert book.urgent_deadline(0.0, 25.0) is None
+    book.forget_resumed(lost)
+    assert book.work_until(9.0, 0.0) == 40
 
 
 @given(any_requests(), clocks, rates)
