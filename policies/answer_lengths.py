@@ -21,8 +21,13 @@ class AnswerLengths:
         self._mean_tokens, self._num_answers = 0.0, 0
 
     @property
-    def expected_tokens(self) -> int | None:
+    def mean_tokens(self) -> float | None:
         """None before the first has ended."""
+        return self._mean_tokens if self._num_answers else None
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """The mean as whole tokens, rounded up; None before the first has ended."""
         return math.ceil(self._mean_tokens) if self._num_answers else None
 
     def note(self, num_tokens: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from echo_sgl.batch_shape import BatchRow, BatchShape
 from echo_sgl.estimators.batch_time import StepPredictor
+from echo_sgl.policies.answer_lengths import AnswerLengths
 
-# Of what passes before the last one taught, and of answers.
+# Of what passes before the last one taught.
 FADE = 0.98
 # One lost start is forgotten after some 30 that were not.
 LEAST_LOST = 0.5
@@ -55,7 +56,7 @@ class Gating:
         # Starts, and of their prefills: new tokens, cached tokens, area; and how many were lost.
         self._started: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self._num_lost = 0.0
-        self.mean_outputs: float | None = None
+        self._answers = AnswerLengths()
 
     def note_started(self, prefills: BatchShape) -> None:
         """A pass started offline requests: their prefills, to the last chunk."""
@@ -78,12 +79,11 @@ class Gating:
 
     def note_answer(self, num_tokens: int) -> None:
         """An offline request ended with so many tokens."""
-        mean = num_tokens if self.mean_outputs is None else self.mean_outputs
-        self.mean_outputs = mean + (1.0 - FADE) * (num_tokens - mean)
+        self._answers.note(num_tokens)
 
     def num_open(self, predictor: StepPredictor, decodes: BatchRow, most: int) -> int:
         """How many of `most` that could start beside these decodes do so, one after the other."""
-        num_started, outputs = self._started[0], self.mean_outputs
+        num_started, outputs = self._started[0], self._answers.mean_tokens
         if not (self.is_on and num_started and self._num_lost >= LEAST_LOST) or outputs is None:
             return most
         _, tokens, cached_tokens, area = (int(part / num_started) for part in self._started)
@@ -111,4 +111,4 @@ class Gating:
     @property
     def facts(self) -> dict[str, float]:
         """What decides, for people who ask why a request waits."""
-        return {"lost_share": self.lost_share, "expected_tokens": self.mean_outputs or 0.0}
+        return {"lost_share": self.lost_share, "expected_tokens": self._answers.mean_tokens or 0.0}

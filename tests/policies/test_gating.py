@@ -122,6 +122,16 @@ def test_it_is_open_until_somebody_has_started_and_answered() -> None:
     assert not is_open(gating)
 
 
+def test_one_short_answer_before_all_others_does_not_keep_it_closed() -> None:
+    gating = Gating()
+    gating.note_answer(1)
+    for _ in range(20):
+        gating.note_started(prefills((300, 100)))
+        gating.note_answer(200)
+    gating.note_lost()
+    assert gating.facts["expected_tokens"] > 180
+
+
 def test_lost_starts_close_it_and_kept_ones_open_it_again() -> None:
     gating = taught(num_lost=20)
     assert gating.lost_share > 0.9
@@ -150,7 +160,7 @@ def test_a_pass_that_starts_nobody_changes_nothing() -> None:
 
 def test_answers_fade() -> None:
     gating = taught(num_lost=0)
-    assert gating.mean_outputs == 20
+    assert gating.facts["expected_tokens"] == 20
     for _ in range(300):
         gating.note_answer(100)
     assert 99 < gating.facts["expected_tokens"] <= 100
