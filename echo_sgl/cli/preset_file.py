@@ -12,7 +12,7 @@ from echo_sgl.config import EchoConfig
 
 def preset_text(config: EchoConfig, comments: Iterable[str]) -> str:
     """The TOML of a config; `load_config` reads it back equal."""
-    lines = [f"# {comment}".rstrip() for comment in comments]
+    lines = [f"# {_one_line(comment)}".rstrip() for comment in comments]
     for section in dataclasses.fields(config):
         lines += ["", f"[{section.name}]"]
         values = getattr(config, section.name)
@@ -21,6 +21,11 @@ def preset_text(config: EchoConfig, comments: Iterable[str]) -> str:
             for item in dataclasses.fields(values)
         ]
     return "\n".join([*lines, ""])
+
+
+def _one_line(comment: str) -> str:
+    """Without what no TOML comment may hold: what a server answered, or a file's name, may."""
+    return "".join(char if char.isprintable() else " " for char in comment)
 
 
 def _value(value: Any) -> str:

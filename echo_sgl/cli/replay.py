@@ -144,7 +144,7 @@ class Replayer:
             if reply.status_code in REFUSED:
                 await asyncio.sleep(RETRY_S)
             elif line and reply.status_code in UNFIT:
-                self.load.refuse(line, reply.text[:MAX_SHOWN_CHARS])
+                self.load.refuse(line, " ".join(reply.text.split())[:MAX_SHOWN_CHARS])
             else:
                 answer = reply.raise_for_status().json()
                 usage = answer.get("usage") or answer["meta_info"]

@@ -203,6 +203,14 @@ def test_a_preset_reads_back_as_the_config_that_it_was_written_from(config: Echo
     assert parse_config(tomllib.loads(preset_text(config, ["a comment", ""]))) == config
 
 
+@given(st.text())
+def test_whatever_a_comment_holds_the_preset_reads_back(comment):
+    """A proxy's page of several lines, the name of a file whose bytes are not UTF-8."""
+    for text in (comment, "<html>\nsteps = 1\n</html>", "caf\udce9.csv\x01"):
+        written = preset_text(EchoConfig(), [text])
+        assert parse_config(tomllib.loads(written.encode().decode())) == parse_config({})
+
+
 def search(budget_s: float | None, *loads: tuple[float, float]) -> BudgetSearch:
     trials = tuple(
         Trial(tried, (Measurement({"ttft_p99": load, "tpot_mean": 0.05 * load}, 9, 3.0),), load)
