@@ -115,8 +115,9 @@ def find_budget(
     While all of [`low_s`, `high_s`] keeps them, as a mean may, longer ones are tried, up to
     `most_s`. `measure(0)` replays without offline work; an SLO that is broken then is out of reach.
     Ends when kept and broken budgets are within a factor of `precision`. A replay within
-    `edge` of a limit is repeated up to `repeats` times; so is the one that is found, before
-    it is believed. The verdicts stay monotone: no budget above a broken one is tried.
+    `edge` of a limit is repeated up to `repeats` times; so are the one that is found, before
+    it is believed, and a broken one that would end the search. The verdicts stay monotone: no
+    budget above a broken one is tried.
 
     Errors: `ValueError` when the range or the precision leaves nothing to search.
     """
@@ -126,8 +127,8 @@ def find_budget(
             f"{len(targets)} targets; give 0 < low <= high, precision > 1, at least one of both"
         )
     search = _Search(measure, tuple(targets), repeats=repeats, edge=edge)
-    # An unlucky replay alone would end it all.
-    if not (search.is_kept(0.0) or search.is_confirmed(0.0)) or not search.is_kept(low_s):
+    # One unlucky replay would end it all.
+    if not all(search.is_kept(one_s) or search.is_confirmed(one_s) for one_s in (0.0, low_s)):
         return search.result(None)
     kept_s = [low_s]
     while search.is_kept(high_s) and search.is_confirmed(high_s):

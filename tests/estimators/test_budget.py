@@ -62,15 +62,17 @@ def test_an_slo_that_is_broken_without_offline_work_is_reported_with_the_figures
     assert found.trials[0].measurements[0].values_s["tpot_p99"] == 0.06
 
 
-def test_a_server_that_was_unlucky_once_is_replayed_alone_again():
-    server, is_first = Server(), iter([True])
+@pytest.mark.parametrize("unlucky_s", [0.0, 0.001])
+def test_a_server_that_was_unlucky_once_is_replayed_before_that_ends_it_all(unlucky_s):
+    server = Server()
 
     def measure(budget_s: float) -> Measurement:
         measured = server(budget_s)
-        return Measurement({"tpot_p99": 9.0}, 100, 0.0) if next(is_first, False) else measured
+        is_unlucky = budget_s == unlucky_s and server.asked.count(budget_s) == 1
+        return Measurement({"tpot_p99": 9.0}, 100, 0.0) if is_unlucky else measured
 
-    assert search(measure).budget_s == pytest.approx(0.04, rel=0.1)
-    assert server.asked.count(0.0) == 3
+    assert search(measure, low_s=0.001).budget_s == pytest.approx(0.04, rel=0.1)
+    assert server.asked.count(unlucky_s) == 3
 
 
 def test_an_slo_that_any_offline_work_breaks_has_no_budget():
