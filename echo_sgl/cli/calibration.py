@@ -23,6 +23,7 @@ from echo_sgl.cli.calibration_grid import Wave, grid
 from echo_sgl.cli.connection import open_blocking_client
 from echo_sgl.cli.server_route import fetch_replicas
 from echo_sgl.cli.steps import StepsError, fetch_steps
+from echo_sgl.cli.streamed import read_chunk
 from echo_sgl.estimators.batch_time import BATCH_TIME_MODELS, create_batch_time
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import (
@@ -225,11 +226,14 @@ class Driver:
             # Streamed, as people read: each token's way out takes the host's time at each step.
             with self._client.stream("POST", "/generate", json=body) as answer:
                 answer.raise_for_status()
-                lines = [line for line in answer.iter_lines() if line]
+                chunks = [read_chunk(line) for line in answer.iter_lines()]
         except httpx.HTTPError as error:
             raise StepsError(f"the server at {self._url} failed meanwhile: {error}") from error
-        if failed := next((line for line in lines if line.startswith('data: {"error"')), ""):
-            raise StepsError(f"the server at {self._url} answers {failed[:300]}")
+        if failed := next((one for one in chunks if one is not None and one.error), None):
+            raise StepsError(
+                f"the server at {self._url} answers {failed.error!r} ({failed.status}). Calibrate "
+                "one that queues what it has no place for yet: without --max-queued-requests"
+            )
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(FIRST_TOKEN_ID, self.server["vocab"]) for _ in range(count)]

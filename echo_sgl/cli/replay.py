@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import random
 import time
@@ -21,6 +20,7 @@ from echo_sgl.cli.connection import bearer, open_client
 from echo_sgl.cli.replay_load import OfflineBody, ReplayError, ReplayLoad
 from echo_sgl.cli.server_route import MAX_SHOWN_CHARS, failure
 from echo_sgl.cli.steps import StepsError, fetch_steps
+from echo_sgl.cli.streamed import Chunk, read_chunk
 from echo_sgl.config import EchoConfig, parse_config
 from echo_sgl.estimators.budget import Measurement, Target
 from echo_sgl.sim.workload import Trace
@@ -231,14 +231,17 @@ async def _online(
                 text = (await reply.aread()).decode(errors="replace")
                 raise ReplayError(f"the server answers {reply.status_code}: {text[:300]}")
             async for line in reply.aiter_lines():
-                if line.startswith("data: {"):
-                    last_s = time.monotonic()
-                    first_s = min(first_s, last_s)
-                    num_tokens = _num_tokens(line)
-                    # What came in time did so, also when the answer's end is not waited for.
-                    ttft_s = first_s - due_s
-                    if num_tokens > 1:
-                        tpot_s = (last_s - first_s) / (num_tokens - 1)
+                if (chunk := read_chunk(line)) is None:
+                    continue
+                if _is_cut(chunk):
+                    tpot_s = math.inf
+                    return
+                last_s, num_tokens = time.monotonic(), chunk.num_tokens
+                first_s = min(first_s, last_s)
+                # What came in time did so, also when the answer's end is not waited for.
+                ttft_s = first_s - due_s
+                if num_tokens > 1:
+                    tpot_s = (last_s - first_s) / (num_tokens - 1)
         if num_tokens < 2:
             tpot_s = 0.0
     finally:
@@ -247,11 +250,14 @@ async def _online(
             outcome.tpots_s.append(tpot_s)
 
 
-def _num_tokens(line: str) -> int:
-    chunk = json.loads(line.removeprefix("data: "))
-    if "error" in chunk:
-        raise ReplayError(f"the server answers {chunk['error']}")
-    return int(chunk["meta_info"]["completion_tokens"])
+def _is_cut(chunk: Chunk) -> bool:
+    """Whether the server turned the request away, or gave it up.
+
+    Errors: `ReplayError` when it is one that it never takes.
+    """
+    if chunk.error is not None and chunk.status and chunk.status not in REFUSED:
+        raise ReplayError(f"the server answers {chunk.status}: {chunk.error[:MAX_SHOWN_CHARS]}")
+    return chunk.error is not None
 
 
 def _statistic(values_s: Sequence[float], statistic: str) -> float:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import json
 import math
 import random
 import subprocess
-import time
 import tomllib
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.cli.budget import evidence, refusal, require_same, write_preset
 from echo_sgl.cli.preset_file import preset_text
-from echo_sgl.cli.replay import Outcome, Replayer, _online
+from echo_sgl.cli.replay import Outcome, Replayer
 from echo_sgl.cli.replay_load import ReplayError, ReplayLoad, read_job
 from echo_sgl.config import EchoConfig, load_config, parse_config, resolve_config_path
 from echo_sgl.errors import ConfigError
@@ -122,56 +118,6 @@ def test_statistics_are_those_asked_and_lost_answers_count_as_infinite():
         "tpot_p90": 0.03,
     }
     assert (measured.num_requests, measured.offline_tokens_per_s) == (4, 50.0)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "ttft_s", "tpot_s"),
-    [(0, math.inf, math.inf), (1, 0.0, math.inf), (3, 0.0, 0.0)],
-)
-def test_what_came_of_an_answer_that_was_cut_counts(num_tokens, ttft_s, tpot_s):
-    """A long answer goes on when the replay ends; its first token was in time."""
-
-    async def stream() -> AsyncIterator[bytes]:
-        for number in range(num_tokens):
-            chunk = json.dumps({"meta_info": {"completion_tokens": number + 1}})
-            yield f"data: {chunk}\n\n".encode()
-        started.set()
-        await asyncio.Event().wait()
-
-    async def replay() -> Outcome:
-        outcome = Outcome()
-        answer = httpx.Response(200, content=stream())
-        async with httpx.AsyncClient(
-            transport=httpx.MockTransport(lambda request: answer), base_url="http://server"
-        ) as client:
-            body = {"sampling_params": {"max_new_tokens": 5}}
-            task = asyncio.create_task(_online(client, body, time.monotonic(), outcome))
-            await started.wait()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        return outcome
-
-    started = asyncio.Event()
-    outcome = asyncio.run(replay())
-    assert outcome.ttfts_s == [pytest.approx(ttft_s, abs=30.0)]
-    assert outcome.tpots_s == [pytest.approx(tpot_s, abs=30.0)]
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_whom_an_overloaded_server_turns_away_counts_as_never_answered(status: int) -> None:
-    async def replay(status: int) -> Outcome:
-        outcome, answer = Outcome(), httpx.Response(status, text="too busy")
-        async with httpx.AsyncClient(
-            transport=httpx.MockTransport(lambda request: answer), base_url="http://server"
-        ) as client:
-            body = {"sampling_params": {"max_new_tokens": 5}}
-            await _online(client, body, time.monotonic(), outcome)
-        return outcome
-
-    outcome = asyncio.run(replay(status))
-    assert outcome.ttfts_s == outcome.tpots_s == [math.inf]
-    with pytest.raises(ReplayError, match="answers 400: too busy"):
-        asyncio.run(replay(400))
 
 
 def test_a_promise_that_no_request_can_show_is_refused():

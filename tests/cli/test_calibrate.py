@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, rows_of
 from echo_sgl.cli.calibrate import host_line
 from echo_sgl.cli.calibration import Driver, decode_period_s, fit_all, host_gaps
 from echo_sgl.cli.calibration_grid import AT_ONCE_DECODE_TOKENS, MOST_AT_ONCE, Wave, grid
+from echo_sgl.cli.steps import StepsError
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
@@ -273,6 +275,20 @@ def test_the_hosts_time_is_that_of_the_probes_whatever_the_grid_sends(
         assert host is not None
         hosts.append(host)
     assert hosts[1].busy_intake_s == pytest.approx(hosts[0].busy_intake_s, abs=0.01)
+
+
+def test_a_server_that_turns_the_grid_away_is_not_calibrated(monkeypatch) -> None:
+    """With 200, as SGLang begins to answer before it knows; its steps would be those of others."""
+    reason = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
+    chunk = {"text": "", "meta_info": {"completion_tokens": 0, "finish_reason": reason}}
+    full = httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+    monkeypatch.setattr("echo_sgl.cli.calibration.fetch_steps", lambda *args: [IDLE])
+    driver = Driver("http://127.0.0.1:9", None, random.Random(0))
+    driver._client = httpx.Client(
+        transport=httpx.MockTransport(lambda request: full), base_url="http://server"
+    )
+    with pytest.raises(StepsError, match=r"queue is full.*503.*without --max-queued-requests"):
+        driver.measure(0.001, on_wave=lambda share: None)
 
 
 def replica_of(steps: Sequence[tuple[float, int, int]]) -> dict[str, Any]:
