@@ -83,6 +83,7 @@ class Replayer:
         self.server: dict[str, Any] = replicas[0]["server"]
         self.config: EchoConfig = parse_config(replicas[0]["config"])
         self.load = ReplayLoad(trace, self.server, jobs=jobs, speed=speed, rng=rng)
+        self._has_budget = self.config.steps.limit == "budget"
         self._is_warm = False
 
     @property
@@ -91,9 +92,14 @@ class Replayer:
         return max(1.0, self.load.arrivals[-1][0])
 
     def measure(self, budget_s: float, targets: Sequence[Target]) -> Measurement:
-        """One replay under a budget; 0 leaves the offline work out."""
-        if budget_s > 0:
-            set_budget(self._url, self._admin_api_key, budget_s)
+        """One replay under a budget; 0 leaves the offline work out, and the budget as it is.
+
+        At first that is what the server was started with: an earlier search may have left one in
+        which online prompts are cut to pieces.
+        """
+        first_s = 0.0 if self._is_warm or not self._has_budget else self.config.steps.budget_s
+        if set_s := budget_s or first_s:
+            set_budget(self._url, self._admin_api_key, set_s)
         if not self._is_warm:
             asyncio.run(self._warm_up())
         asyncio.run(self._settle())

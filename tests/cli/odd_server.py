@@ -36,6 +36,7 @@ class OddServer:
         self.usual: tuple[int, str] | None = (200, "{}")
         self.paths: dict[str, tuple[int, str] | None] = {}
         self.keys: dict[str, str | None] = {}  # what was last sent to each as `Authorization`
+        self.bodies: dict[str, list[bytes]] = {}
 
 
 @contextlib.contextmanager
@@ -45,8 +46,9 @@ def serving_odd() -> Iterator[OddServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = self.path.partition("?")[0]
+            server.bodies.setdefault(path, []).append(body)
             answer = server.paths.get(path, server.usual)
             server.keys[path] = self.headers.get("Authorization")
             if answer is None:

@@ -58,6 +58,23 @@ def test_what_moves_a_server_is_asked_with_its_admin_key(odd: OddServer) -> None
     assert odd.keys["/echo/steps"] == odd.keys["/generate"] == "Bearer usual"
 
 
+def test_the_first_replay_is_under_the_budget_that_the_server_was_started_with(
+    odd: OddServer,
+) -> None:
+    """Not under the one that an earlier search tried last, which may cut prompts to pieces."""
+    chunk = json.dumps({"meta_info": {"completion_tokens": 1}})
+    steps = {"limit": "budget", "budget_s": 0.07}
+    odd.paths = {
+        "/echo/steps": (200, json.dumps({"replicas": [REPLICA | {"config": {"steps": steps}}]})),
+        "/generate": (200, f"data: {chunk}"),
+    }
+    trace = Trace(Task.ONLINE, array("d", [0.0]), array("q", [9]), array("q", [2]))
+    replayer = Replayer(odd.url, None, trace, jobs=None, speed=1.0, rng=Random(0))
+    for budget_s in (0.0, 0.0):
+        replayer.measure(budget_s, ())
+    assert odd.bodies["/echo/budget"] == [b'{"budget_s":0.07}']
+
+
 @pytest.mark.parametrize("status", [400, 422])
 def test_lines_that_the_server_never_takes_are_left_out_and_told(
     odd: OddServer, tmp_path: Path, status: int
