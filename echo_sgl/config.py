@@ -330,9 +330,9 @@ def _resolve_cache_order(config: EchoConfig) -> EchoConfig:
 def resolve_config_path(name: str) -> Path:
     """A path as given, or the packaged preset of that name ("echo" or "echo.toml")."""
     given = Path(name)
-    preset = _presets_dir() / f"{given.stem}.toml"
-    if not given.is_file() and given.parent == Path() and preset.exists():
-        return preset
+    preset = given.name.removesuffix(".toml")
+    if not given.is_file() and given.parent == Path() and preset in preset_names():
+        return _presets_dir() / f"{preset}.toml"
     return given.absolute()
 
 

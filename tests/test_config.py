@@ -22,6 +22,13 @@ def test_every_packaged_preset_loads(name):
     assert isinstance(load_config(resolve_config_path(name)), EchoConfig)
 
 
+@pytest.mark.parametrize("name", ["echo.v2", "hygen.json", "bros.toml.bak", "configs/echo.toml"])
+def test_a_file_that_is_not_there_is_no_preset_of_a_similar_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be read.*Presets that ship"):
+        load_config(resolve_config_path(name))
+
+
 @pytest.mark.parametrize(
     ("name", "order", "cache", "limit", "model", "selection", "parks"),
     [
