@@ -74,7 +74,8 @@ class ExpectedAnswers:
         """Of all, if each has as many as are expected, or its limit; None: all their limits."""
         if expected_tokens is None:
             return self._all_limits_tokens
-        self._expect(expected_tokens)
+        if expected_tokens != self._expected_tokens:
+            self._expect(expected_tokens)
         return self._below_tokens + self._num_above * expected_tokens
 
     def _expect(self, expected_tokens: int) -> None:

@@ -154,12 +154,13 @@ class DeadlineBook:
         pending = self._groups.irange(now_s, until_s, inclusive=(False, True))
         started = self._running.keys() | self._resumed.keys()
         others = (one for one in started if now_s < one <= until_s and one not in self._groups)
+        answer_tokens = self.answer_lengths.expected_tokens
         for deadline_s in sorted(chain(pending, others)):
             work_tokens = self._running.get(deadline_s, 0)
-            work_tokens += sum(map(self._left, self._resumed.get(deadline_s, {}).values()))
             if (group := self._groups.get(deadline_s)) is not None:
-                answer_tokens = group.answers.total(self.answer_lengths.expected_tokens)
-                work_tokens += group.prompt_tokens + answer_tokens
+                work_tokens += group.prompt_tokens + group.answers.total(answer_tokens)
+            if (resumed := self._resumed.get(deadline_s)) is not None:
+                work_tokens += sum(one.work.left_tokens(answer_tokens) for one in resumed.values())
             yield float(deadline_s), work_tokens
 
     def _left(self, request: PendingRequest) -> int:
