@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +32,9 @@ class LostPrefixes:
     def __init__(self, capacity: int = 1024, capacity_tokens: int = 4_000_000) -> None:
         self._capacity, self._capacity_tokens = capacity, capacity_tokens
         self._num_tokens = 0
-        self._by_bucket: dict[tuple[str, tuple[int, ...]], list[_Lost]] = {}
-        self._by_age: dict[int, _Lost] = {}  # by identity, the oldest first
+        # By identity, the oldest first: all, and those that begin alike, as prompts of a job do.
+        self._by_age: OrderedDict[int, _Lost] = OrderedDict()
+        self._by_bucket: dict[tuple[str, tuple[int, ...]], dict[int, _Lost]] = {}
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -42,7 +44,7 @@ class LostPrefixes:
         if len(path) < _BUCKET_TOKENS:
             return
         lost = _Lost(namespace, path[:], start)
-        self._by_bucket.setdefault(lost.bucket, []).append(lost)
+        self._by_bucket.setdefault(lost.bucket, {})[id(lost)] = lost
         self._by_age[id(lost)] = lost
         self._num_tokens += len(lost.path)
         while len(self) > self._capacity or self._num_tokens > self._capacity_tokens:
@@ -56,7 +58,7 @@ class LostPrefixes:
         """
         again = [
             lost
-            for lost in self._by_bucket.get(_bucket(namespace, prompt), ())
+            for lost in self._by_bucket.get(_bucket(namespace, prompt), {}).values()
             if len(lost.path) > num_cached and _begins_with(prompt, lost.path)
         ]
         computed: set[int] = set()
@@ -73,12 +75,11 @@ class LostPrefixes:
     def _forget(self, lost: _Lost) -> None:
         del self._by_age[id(lost)]
         self._num_tokens -= len(lost.path)
-        entries = self._by_bucket.get(lost.bucket, [])
-        remaining = [entry for entry in entries if entry is not lost]
-        if remaining:
-            self._by_bucket[lost.bucket] = remaining
-        else:
-            self._by_bucket.pop(lost.bucket, None)
+        bucket = lost.bucket
+        entries = self._by_bucket[bucket]
+        del entries[id(lost)]
+        if not entries:
+            del self._by_bucket[bucket]
 
 
 def _begins_with(prompt: MutableSequence[int], path: Sequence[int]) -> bool:
