@@ -43,14 +43,17 @@ class Samples:
     def since(self, earlier: Samples) -> Samples:
         """Counts less those of `earlier`; gauges as they are.
 
-        A count that went down means that the server was restarted: it then counts from 0.
+        A count that went down means that the server was restarted: all then count from 0, also
+        those that are higher again.
         """
-        values = dict(self.values)
-        for key, value in self.values.items():
-            before = earlier.values.get(key, 0.0)
-            if key[0] in self.growing and value >= before:
-                values[key] = value - before
-        return Samples(values, self.growing)
+        growth = {
+            key: value - earlier.values.get(key, 0.0)
+            for key, value in self.values.items()
+            if key[0] in self.growing
+        }
+        if any(value < 0 for value in growth.values()):
+            return self
+        return Samples({**self.values, **growth}, self.growing)
 
     def find(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
         """Labels and values of the series of that name which carry these labels."""

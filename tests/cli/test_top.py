@@ -66,6 +66,20 @@ def test_an_interval_holds_what_was_counted_in_it_and_gauges_as_they_are() -> No
     assert restarted.total("requests_total", outcome="finished") == 10
 
 
+def test_after_a_restart_a_histogram_counts_from_0_as_a_whole() -> None:
+    """Its first bucket is higher than before already, the others are not yet."""
+    pages = [
+        "# TYPE echo_sgl_wait_seconds histogram\n"
+        + "".join(
+            f'echo_sgl_wait_seconds_bucket{{le="{bound}"}} {count}\n'
+            for bound, count in zip(("0.1", "1.0", "+Inf"), counts, strict=True)
+        )
+        for counts in ((5, 90, 100), (10, 12, 12))
+    ]
+    before, after = map(Samples.parse, pages)
+    assert after.since(before).quantile("wait_seconds", 0.5) == pytest.approx(0.06)
+
+
 def test_the_screen_shows_counts_at_first_and_rates_later() -> None:
     before, after = (
         Samples.parse(metrics_page(requests=n, lines=lines)) for n, lines in ((10, 30), (14, 70))
