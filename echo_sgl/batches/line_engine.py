@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import httpx
 import orjson
 
 from echo_sgl.batches.lines import EMBEDDINGS_URL, BatchLine
-from echo_sgl.batches.model_names import model_names
+from echo_sgl.batches.model_names import model_names, with_adapters
 from echo_sgl.batches.replies import Reply
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
@@ -57,7 +57,9 @@ class AsgiEngine:
         api_key: str | None,
         is_ready: Callable[[], bool],
         abort: Callable[[str], None],
+        unlisted: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        """`unlisted` names adapters that the app answers for, but does not list now."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
@@ -68,11 +70,13 @@ class AsgiEngine:
         self.endpoints = endpoints
         self.is_ready = is_ready
         self.abort = abort
+        self._unlisted = unlisted
 
     async def models(self) -> dict[str, str]:
         answer = await self._client.get("/v1/models")
         listed = Reply.parse(answer.status_code, answer.content).body
-        return model_names(listed.get("data") if isinstance(listed, dict) else None)
+        names = model_names(listed.get("data") if isinstance(listed, dict) else None)
+        return with_adapters(names, self._unlisted())
 
     async def send(self, url: str, content: bytes, within_s: float) -> Reply:
         headers = {**_JSON, DEADLINE_HEADER: f"{max(LEAST_DEADLINE_S, within_s):.3f}"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _SGLANG = "sglang"  # `owned_by` of the models that SGLang lists
@@ -23,6 +23,13 @@ def model_names(listed: Any) -> dict[str, str]:
             # An adapter that is called as its base, which stands first, does not hide that.
             names.setdefault(name, f"{base}:{name}" if is_adapter else name)
     return names
+
+
+def with_adapters(names: Mapping[str, str], adapters: Collection[str]) -> dict[str, str]:
+    """The same with adapters that are not listed; the base stands first, if any model is known."""
+    base = next(iter(names), None)
+    unlisted = [] if base is None else [name for name in adapters if name not in names]
+    return {**names, **{name: f"{base}:{name}" for name in unlisted}}
 
 
 def is_served(model: str, served: Collection[str]) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from echo_sgl.batches.progress import LateProgress
 
 TENANT_PATHS = "/v1/"
+_FROM_TENSORS = "__tensor__"  # SGLang's path of an adapter that came over the network
 
 _root_path = ""
 _progress: LateProgress | None = None
@@ -44,6 +45,7 @@ def add_to_server(app: Any, server_args: Any, tokenizer_manager: Any) -> None:
         api_key=server_args.api_key,
         is_ready=lambda: is_up(tokenizer_manager),
         abort=lambda rid: abort(tokenizer_manager, rid),
+        unlisted=lambda: evicted_adapters(tokenizer_manager),
     )
     store = open_store(Path(state_dir), os.environ.get(DATABASE_URL_ENV))
     _progress = add_batch_service(
@@ -111,6 +113,22 @@ def endpoints_of(tokenizer_manager: Any) -> tuple[str, ...]:
     if tokenizer_manager.is_generation:
         return (CHAT_URL, COMPLETIONS_URL)
     return (EMBEDDINGS_URL,)
+
+
+def evicted_adapters(tokenizer_manager: Any) -> list[str]:
+    """LoRA adapters that SGLang does not list, but loads again for the next request that names one.
+
+    It unloads the least recently used above `--max-loaded-loras`, and keeps where each came from;
+    of those that came as tensors it has nothing to load.
+    """
+    if not tokenizer_manager.enable_lora:
+        return []
+    loaded = tokenizer_manager.lora_registry.get_all_adapters()
+    return [
+        name
+        for name, reference in tokenizer_manager.lora_ref_cache.items()
+        if name not in loaded and reference.lora_path != _FROM_TENSORS
+    ]
 
 
 def is_up(tokenizer_manager: Any) -> bool:
