@@ -48,6 +48,7 @@ ANSWER = orjson.dumps(
 class InstantEngine:
     """Answers every line at once, as HTTP would bring it."""
 
+    max_requests = None
     endpoints = (COMPLETIONS_URL,)
 
     def is_ready(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from echo_sgl.batches.fairness import JobLoad
 from echo_sgl.batches.line_engine import request_head, takes_rid, with_rid, without_rid
-from echo_sgl.batches.lines import parse_line, shortened
+from echo_sgl.batches.lines import parse_line, shortened, too_many_answers
 from echo_sgl.batches.model_names import is_served
 from echo_sgl.batches.refusals import Tries
 from echo_sgl.batches.replies import (
@@ -91,6 +91,7 @@ class ActiveJob:
 
     `model_names` are the ones to send for models that go by another, as they were when it was taken
     up: an adapter that is gone since is refused under its full name, the base does not answer.
+    A line of more than `max_requests` is not sent: see `too_many_answers`.
     `is_dropped` means: send nothing more for now; `is_aborted`: never again, nor keep failures.
     """
 
@@ -102,6 +103,7 @@ class ActiveJob:
     window_s: float
     lines_left: int
     model_names: Mapping[str, str] = field(default_factory=dict)
+    max_requests: int | None = None
     pending: deque[Line] = field(default_factory=deque)
     in_flight: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     holds: dict[int, Hold] = field(default_factory=dict)
@@ -116,7 +118,9 @@ class ActiveJob:
     is_aborted: bool = False
 
     @classmethod
-    def of_row(cls, batch: BatchRow, model_names: Mapping[str, str]) -> ActiveJob:
+    def of_row(
+        cls, batch: BatchRow, model_names: Mapping[str, str], max_requests: int | None = None
+    ) -> ActiveJob:
         return cls(
             number=batch.number,
             batch_id=batch.id,
@@ -126,6 +130,7 @@ class ActiveJob:
             window_s=batch.completion_window_s,
             lines_left=batch.total - batch.completed - batch.failed,
             model_names=model_names,
+            max_requests=max_requests,
         )
 
     @property
@@ -248,6 +253,8 @@ def _line(job: ActiveJob, item: WaitingLine, content: bytes, hold: Hold) -> Line
         raise ValueError("another line stands there")
     if job.model_names and not is_served(line.model, job.model_names):
         return _not_served(item, line.model)
+    if error := too_many_answers(line, job.max_requests):  # checked by a server with more room
+        return _failed(item, error.code, str(error))
     return Line(
         item.position,
         item.custom_id,
@@ -270,13 +277,16 @@ def _not_served(item: WaitingLine, model: str) -> Result:
         f"body.model is {shortened(repr(model))}, which the server that took the line does not "
         "have. Hand the line over in a new batch: that is left to servers that have all its models"
     )
-    record = unanswered_record(item.custom_id, "model_not_found", message)
-    return Result(item.position, is_ok=False, record=record)
+    return _failed(item, "model_not_found", message)
 
 
 def _unreadable(item: WaitingLine) -> Result:
     message = "the line cannot be read any more: the stored input file was damaged or removed"
-    record = unanswered_record(item.custom_id, "input_damaged", message)
+    return _failed(item, "input_damaged", message)
+
+
+def _failed(item: WaitingLine, code: str, message: str) -> Result:
+    record = unanswered_record(item.custom_id, code, message)
     return Result(item.position, is_ok=False, record=record)
 
 

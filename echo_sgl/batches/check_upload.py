@@ -42,13 +42,14 @@ class CheckRules:
     """What the lines of a batch must agree with.
 
     `models` are the names that lines may give, with the full ones; `elsewhere` are the models of
-    each other server, none if they are not known.
+    each other server, none if they are not known. `max_requests`: see `too_many_answers`.
     """
 
     endpoint: str
     models: Mapping[str, str]
     max_lines: int
     elsewhere: Sequence[Sequence[str]] = ()
+    max_requests: int | None = None
 
 
 def main() -> None:
@@ -66,7 +67,8 @@ def main() -> None:
 def report(path: Path, rules: CheckRules) -> Iterable[bytes]:
     """The lines that `main` prints."""
     try:
-        job = check_job_file(path, JobLimits(rules.max_lines, MAX_PROBLEMS))
+        limits = JobLimits(rules.max_lines, MAX_PROBLEMS, rules.max_requests)
+        job = check_job_file(path, limits)
     except JobFileError:
         empty = "the file holds no lines; it needs one JSON object a line"
         yield _head([{"code": "empty_file", "message": empty, "param": None, "line": None}])

@@ -21,6 +21,7 @@ from echo_sgl.batches.lines import (
     is_blank,
     parse_line,
     shortened,
+    too_many_answers,
 )
 from echo_sgl.batches.model_names import is_served
 from echo_sgl.batches.prefix_order import estimated_tokens, prefix_key, prompt_bytes
@@ -59,10 +60,11 @@ class LineProblem:
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """How much of a file is read before it is refused."""
+    """How much of a file is read before it is refused; `max_requests`: see `too_many_answers`."""
 
     max_lines: int
     max_problems: int
+    max_requests: int | None = None
 
     def stop(
         self, line_number: int, num_entries: int, num_problems: int, *, is_line: bool
@@ -183,11 +185,11 @@ def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
                 if not is_line:
                     continue
                 try:
-                    entry = _entry(line_number, offset, raw, first_uses)
+                    line = _line(line_number, raw, first_uses, limits)
                 except LineError as error:
                     problems.append(LineProblem(line_number, error.code, str(error), error.param))
                 else:
-                    entries.append(entry)
+                    entries.append(_entry(line_number, offset, len(raw), line))
     except OSError as error:
         raise JobFileError(f"job file {path} cannot be read: {error.strerror}") from error
     if not entries and not problems:
@@ -195,7 +197,9 @@ def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
     return JobFile(path, digest.hexdigest(), entries, problems)
 
 
-def _entry(line_number: int, offset: int, raw: bytes, first_uses: dict[str, int]) -> Entry:
+def _line(
+    line_number: int, raw: bytes, first_uses: dict[str, int], limits: JobLimits | None
+) -> BatchLine:
     line = parse_line(raw)
     first_use = first_uses.setdefault(line.custom_id, line_number)
     if first_use != line_number:
@@ -205,9 +209,15 @@ def _entry(line_number: int, offset: int, raw: bytes, first_uses: dict[str, int]
             "each must be used once",
             "custom_id",
         )
+    if error := too_many_answers(line, limits.max_requests if limits else None):
+        raise error
+    return line
+
+
+def _entry(line_number: int, offset: int, length: int, line: BatchLine) -> Entry:
     prompt = prompt_bytes(line)
     tokens, key = estimated_tokens(line, len(prompt)), prefix_key(line, prompt)
-    return Entry(line_number, offset, len(raw), line.custom_id, line.model, tokens, key, line.url)
+    return Entry(line_number, offset, length, line.custom_id, line.model, tokens, key, line.url)
 
 
 def _raw_lines(file: BinaryIO, digest: hashlib._Hash) -> Iterator[tuple[int, int, bytes]]:

@@ -124,7 +124,7 @@ class JobTable:
     ) -> dict[int, ActiveJob]:
         """Batches to work on: not too many, so that what is claimed of them stays bounded."""
         jobs = {
-            number: ActiveJob.of_row(row, self._served.names)
+            number: ActiveJob.of_row(row, self._served.names, self._engine.max_requests)
             for number, row in rows.items()
             if row.status == "in_progress" and row.paused_at_s is None and number not in but_not
         }

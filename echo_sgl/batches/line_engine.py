@@ -26,6 +26,10 @@ class LineEngine(Protocol):
     def endpoints(self) -> tuple[str, ...]:
         """URLs that the served model answers."""
 
+    @property
+    def max_requests(self) -> int | None:
+        """How many may wait in it at a time; None where that has no bound."""
+
     def is_ready(self) -> bool:
         """Whether lines may be sent."""
 
@@ -58,6 +62,7 @@ class AsgiEngine:
         is_ready: Callable[[], bool],
         abort: Callable[[str], None],
         unlisted: Callable[[], Collection[str]] = tuple,
+        max_requests: int | None = None,
     ) -> None:
         """`unlisted` names adapters that the app answers for, but does not list now."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -68,6 +73,7 @@ class AsgiEngine:
             timeout=None,
         )
         self.endpoints = endpoints
+        self.max_requests = max_requests
         self.is_ready = is_ready
         self.abort = abort
         self._unlisted = unlisted

@@ -13,6 +13,7 @@ from echo_sgl.config import MAX_POOL_REQUESTS
 MAX_CUSTOM_ID_CHARS = 64
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_MODEL_CHARS = 4096  # a model may be named by its path
+MOST_REQUESTS = MAX_POOL_REQUESTS + 1  # no server takes in more; what counts them stays small
 MAX_DEPTH = 254  # orjson reads more levels than it writes
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -49,7 +50,7 @@ class BatchLine:
     def num_requests(self) -> int:
         """Requests that the engine makes of it: `n` for each prompt. SGLang reads no `best_of`."""
         num_answers = 1 if self.url == EMBEDDINGS_URL else whole_number(self.body.get("n"))
-        return min(self.num_prompts * max(1, num_answers), MAX_POOL_REQUESTS)
+        return min(self.num_prompts * max(1, num_answers), MOST_REQUESTS)
 
 
 class LineError(ValueError):
@@ -62,6 +63,22 @@ class LineError(ValueError):
         super().__init__(message)
         self.code = code
         self.param = param
+
+
+def too_many_answers(line: BatchLine, max_requests: int | None) -> LineError | None:
+    """What is wrong with a line of which the server would refuse a part each time.
+
+    `max_requests` is how many may wait in it at a time; None where it does not say.
+    """
+    if max_requests is None or line.num_requests <= max_requests:
+        return None
+    num_answers = max(1, whole_number(line.body.get("n")))
+    return LineError(
+        "too_many_answers",
+        f"the line asks for {num_answers:,} answers to each of {line.num_prompts:,} prompts; the "
+        f"server takes in {max_requests:,} in all (offline.max_pool_requests). Split it",
+        "body.n" if num_answers > 1 else f"body.{INPUT_FIELDS[line.url]}",
+    )
 
 
 def answer_limits(url: str) -> tuple[tuple[str, ...], int]:

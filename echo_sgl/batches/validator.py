@@ -91,7 +91,8 @@ class Validator:
             try:
                 models = await self._engine.models()
                 elsewhere = self._left.models_of_others(batch)
-                rules = CheckRules(batch.endpoint, models, self._max_lines, elsewhere)
+                max_requests = self._engine.max_requests
+                rules = CheckRules(batch.endpoint, models, self._max_lines, elsewhere, max_requests)
                 await safely(partial(self._check, batch, Validation(self._store, batch, rules)))
             finally:
                 await loop.run_in_executor(self._threads, self._release)

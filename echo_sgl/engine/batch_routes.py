@@ -46,6 +46,7 @@ def add_to_server(app: Any, server_args: Any, tokenizer_manager: Any) -> None:
         is_ready=lambda: is_up(tokenizer_manager),
         abort=lambda rid: abort(tokenizer_manager, rid),
         unlisted=lambda: evicted_adapters(tokenizer_manager),
+        max_requests=pool_capacity(tokenizer_manager),
     )
     store = open_store(Path(state_dir), os.environ.get(DATABASE_URL_ENV))
     _progress = add_batch_service(
@@ -113,6 +114,13 @@ def endpoints_of(tokenizer_manager: Any) -> tuple[str, ...]:
     if tokenizer_manager.is_generation:
         return (CHAT_URL, COMPLETIONS_URL)
     return (EMBEDDINGS_URL,)
+
+
+def pool_capacity(tokenizer_manager: Any) -> int | None:
+    """How many offline requests wait at a time; embeddings are none."""
+    if not tokenizer_manager.is_generation:
+        return None
+    return active_config().offline.max_pool_requests
 
 
 def evicted_adapters(tokenizer_manager: Any) -> list[str]:

@@ -18,9 +18,10 @@ from echo_sgl.batches.job_file import (
     LineReader,
     check_job_file,
 )
+from echo_sgl.config import MAX_POOL_REQUESTS
 
 
-def line(custom_id: str, prompt: str = "text", **body: Any) -> bytes:
+def line(custom_id: str, prompt: str | list[str] = "text", **body: Any) -> bytes:
     return orjson.dumps(
         {
             "custom_id": custom_id,
@@ -46,6 +47,27 @@ def test_blank_lines_behind_the_last_line_that_is_allowed_are_no_lines(
     assert (len(job.entries), job.problems) == (3, [])
     path.write_bytes(b"\n".join(map(line, "abc")) + end + b"\n" + line("d"))
     assert [problem.code for problem in check_job_file(path, limits).problems] == ["too_many_lines"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "most", "param"),
+    [
+        ({"n": 4}, 3, "body.n"),
+        ({"prompt": ["a", "b"], "n": 2}, 3, "body.n"),
+        ({"prompt": list("abcd")}, 3, "body.prompt"),
+        ({"n": 2**63}, MAX_POOL_REQUESTS, "body.n"),
+        ({"n": 3}, 3, None),
+        ({"prompt": list("abc")}, 3, None),
+        ({"n": 4}, None, None),
+    ],
+)
+def test_a_line_of_more_answers_than_may_wait_at_a_time_is_refused(
+    path: Path, asked: dict[str, Any], most: int | None, param: str | None
+) -> None:
+    path.write_bytes(line("a", **asked))
+    problems = check_job_file(path, JobLimits(9, 9, most)).problems
+    assert [problem.param for problem in problems] == ([param] if param else [])
+    assert all(problem.code == "too_many_answers" for problem in problems)
 
 
 def test_lines_are_found_behind_bom_crlf_blank_lines_and_without_a_last_line_end(

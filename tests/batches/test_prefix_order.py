@@ -14,6 +14,7 @@ from echo_sgl.batches.lines import (
     CHAT_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,
+    MOST_REQUESTS,
     BatchLine,
 )
 from echo_sgl.batches.prefix_order import (
@@ -24,7 +25,6 @@ from echo_sgl.batches.prefix_order import (
     prefix_key,
     prompt_bytes,
 )
-from echo_sgl.config import MAX_POOL_REQUESTS
 
 
 def completion(prompt: Any, **body: Any) -> BatchLine:
@@ -145,7 +145,7 @@ def test_what_the_engine_refuses_as_n_counts_as_one_answer(given: object) -> Non
 
 def test_no_line_is_more_than_the_database_can_hold() -> None:
     line = completion(["x"] * 1000, n=2**64 - 1, max_tokens=2**64 - 1)
-    assert line.num_requests == MAX_POOL_REQUESTS
+    assert line.num_requests == MOST_REQUESTS
     assert tokens_of(line) < 2**63
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from echo_sgl.batches import dispatcher
 from echo_sgl.batches.dispatcher import Dispatcher
-from tests.batches.client import Stub, job, until
+from echo_sgl.batches.line_engine import AsgiEngine
+from eval import stub_server
+from tests.batches.client import Stub, job, line, until
 from tests.batches.faults import FullModel, HoldingModel, async_, jobs_of
 
 Live = Callable[..., None]
@@ -79,3 +82,57 @@ def test_lines_that_were_all_refused_for_a_while_are_all_answered(
         assert len(await stub.records(ended.output_file_id)) == 10
 
     live_sqlite(life, window_lines=16, max_line_attempts=1)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """How many requests may wait in servers that are started from now on."""
+
+    def has_room_for(num_requests: int) -> None:
+        engine = partial(AsgiEngine, max_requests=num_requests)
+        monkeypatch.setattr(stub_server, "AsgiEngine", engine)
+
+    return has_room_for
+
+
+def asking(num_answers: int) -> bytes:
+    return line(f"{num_answers}", body={"model": "stub", "prompt": "p", "n": num_answers})
+
+
+def test_a_line_of_more_answers_than_may_wait_in_the_server_fails_the_check(
+    live_sqlite: Live, room: Callable[[int], None]
+) -> None:
+    room(3)
+
+    async def life(stub: Stub) -> None:
+        ended = await stub.ended((await stub.create(asking(3) + b"\n" + asking(4))).id)
+        assert ended.status == "failed" and ended.errors and ended.errors.data
+        [error] = ended.errors.data
+        assert (error.code, error.line, error.param) == ("too_many_answers", 2, "body.n")
+        assert stub.model.bodies == []
+
+    live_sqlite(life)
+
+
+def test_it_fails_alone_where_the_server_had_more_room_when_it_was_checked(
+    live_sqlite: Live, room: Callable[[int], None]
+) -> None:
+    batch_ids: list[str] = []
+
+    async def checked(stub: Stub) -> None:
+        stub.model.opened.clear()
+        batch = await stub.create(asking(3) + b"\n" + asking(4))
+        await stub.until(batch.id, lambda found: found.status == "in_progress")
+        batch_ids.append(batch.id)
+
+    async def again(stub: Stub) -> None:
+        ended = await stub.ended(batch_ids[0])
+        assert ended.status == "completed"
+        assert list(await stub.records(ended.output_file_id)) == ["3"]
+        failed = (await stub.records(ended.error_file_id))["4"]
+        assert failed["error"]["code"] == "too_many_answers"
+
+    room(4)
+    live_sqlite(checked)
+    room(3)
+    live_sqlite(again)

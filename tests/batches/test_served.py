@@ -133,7 +133,7 @@ def engine_with(*models: str) -> Any:
     async def named() -> dict[str, str]:
         return {model: model for model in models}
 
-    return SimpleNamespace(endpoints=URLS, models=named)
+    return SimpleNamespace(endpoints=URLS, models=named, max_requests=None)
 
 
 def validator_of(store: JobStore, *models: str) -> Validator:
