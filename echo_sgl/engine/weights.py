@@ -11,25 +11,18 @@ import asyncio
 import contextlib
 from typing import Any
 
-from echo_sgl.engine.shutdown import abort_offline
+from echo_sgl.engine.shutdown import keep_ending_offline
 
 UPDATING = "The server's weights are being updated; send this again."
-# A request that came just before may not be at the scheduler yet, which ends those that it has.
-AGAIN_S = 0.5
 
 
 async def hand_back_offline(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Around each of SGLang's updates of weights; who paused the engine waits for nobody."""
-    ending = asyncio.create_task(_end_offline(manager))
+    waits = keep_ending_offline(manager, UPDATING, lambda: not manager.is_pause)
+    ending = asyncio.create_task(waits)
     try:
         return await original(manager, *args, **kwargs)
     finally:
         ending.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ending
-
-
-async def _end_offline(manager: Any) -> None:
-    while not manager.is_pause:
-        abort_offline(manager, UPDATING)
-        await asyncio.sleep(AGAIN_S)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
+from echo_sgl.engine import shutdown
 from echo_sgl.engine.batch_routes import abort
+from echo_sgl.engine.turns import OfflineTurns
 
 
 class Manager(TokenizerManager):
@@ -49,3 +53,29 @@ def test_a_line_that_is_cancelled_before_it_is_sent_ends_once_it_was() -> None:
     manager._mark_state_dispatched("line_of_another")
     abort(manager, "line")
     assert manager.aborted == ["line"]
+
+
+def test_offline_prompts_that_are_sent_on_while_the_server_stops_end_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler forgets an abort that comes before its request: online ones are drained."""
+    monkeypatch.setattr(shutdown, "AGAIN_S", 0.01)
+    monkeypatch.setattr(OfflineTurns, "is_stopping", False)
+
+    async def main() -> None:
+        manager = Manager("there", "late", "online")
+        manager.asyncio_tasks = set()
+        for rid, tier in (("there", "flex"), ("late", "flex"), ("online", "auto")):
+            params = {"custom_params": {"service_tier": tier}}
+            manager.rid_to_state[rid].obj = SimpleNamespace(sampling_params=params)
+        shutdown.end_offline_requests(None, SimpleNamespace(tokenizer_manager=manager))
+        assert OfflineTurns.is_stopping and "there" in manager.aborted
+        del manager.rid_to_state["there"]
+        manager.aborted.clear()
+        manager._mark_state_dispatched("late")
+        await asyncio.sleep(0.1)
+        assert set(manager.aborted) == {"late"}
+        [ending] = manager.asyncio_tasks
+        ending.cancel()
+
+    asyncio.run(main())
