@@ -217,8 +217,8 @@ class BatchesConfig:
     `window_lines` and `window_tokens` are what the service keeps in the engine at a time, and so
     what a crash computes again; a line counts once for each answer that it asks for.
     `max_line_attempts` bounds replies that broke (5xx), and refusals (429, 503) only of a line
-    that is refused each time while others are answered. `infeasible` "refuse" turns a batch away
-    whose window the measured rate misses.
+    that is refused each time while others are answered, or for what does not pass. `infeasible`
+    "refuse" turns a batch away whose window the measured rate misses.
     """
 
     window_lines: int = _number(256, 1, 50_000)

@@ -250,8 +250,9 @@ class Dispatcher:
     def _send(self, job: ActiveJob, line: Line) -> None:
         self._limit.take(line.weight)
         job.pace.take(line.num_requests)
-        self._refusals.send(line.tries)
-        self._rate.start(time.monotonic())
+        now_s = time.monotonic()
+        self._refusals.send(line.tries, now_s)
+        self._rate.start(now_s)
         job.sent_tokens += line.tokens
         rid = new_request_id()
         job.in_flight[rid] = asyncio.create_task(self._answer(job, line, rid))
@@ -341,7 +342,7 @@ class Dispatcher:
     def _is_server_full(self, job: ActiveJob, line: Line, reply: Reply) -> bool:
         """Count a refusal; whether it leaves open that the line is taken some time."""
         tries = line.tries
-        is_own = self._refusals.refuse(tries, says_full=reply.says_full)
+        is_own = self._refusals.refuse(tries, reply, time.monotonic())
         if is_own and tries.is_to_blame:
             job.pace.raise_to(tries.pace_before)
             return False

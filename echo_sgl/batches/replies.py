@@ -13,6 +13,17 @@ import orjson
 _TRANSIENT_CLIENT_ERRORS = (408, 409)
 _REFUSALS = (429, 503)
 _WAITED = "waiting timeout"  # SGLang's word for what never came out of its queue
+# How SGLang 0.5.23 and Echo refuse what they would take later; anything else may be for good.
+_FOR_NOW = (
+    _WAITED,
+    "The request queue is full",
+    "The offline pool holds",
+    "aborted by a higher priority request",
+    "server is shutting down",
+    "weights are being updated",
+    "KV cache load failed",
+    "Retry later",
+)
 
 
 class Verdict(Enum):
@@ -69,6 +80,12 @@ class Reply:
     def says_full(self) -> bool:
         """Whether the request was refused for having waited too long: others went before it."""
         return self.verdict is Verdict.REFUSED and _WAITED in self.reason
+
+    @property
+    def says_for_now(self) -> bool:
+        """Whether the request was refused for something that passes, as that the server is full."""
+        is_for_now = self.status_code == 429 or any(text in self.reason for text in _FOR_NOW)
+        return self.verdict is Verdict.REFUSED and is_for_now
 
     def _is_aborted(self) -> bool:
         # SGLang answers 200 with what it had when an operator aborts or pauses requests.

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from echo_sgl.batches import dispatcher
+from echo_sgl.batches import dispatcher, refusals
 from echo_sgl.batches.dispatcher import Dispatcher
 from echo_sgl.batches.line_engine import AsgiEngine
 from eval import stub_server
@@ -82,6 +82,21 @@ def test_lines_that_were_all_refused_for_a_while_are_all_answered(
         assert len(await stub.records(ended.output_file_id)) == 10
 
     live_sqlite(life, window_lines=16, max_line_attempts=1)
+
+
+def test_a_job_of_lines_that_are_all_refused_for_good_ends_with_the_reason(
+    live_sqlite: Live, short_back_off: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "LASTING_S", 0.5)
+
+    async def life(stub: Stub) -> None:
+        prompts = [f"refuse {10**6 + index}" for index in range(40)]
+        ended = await stub.ended((await stub.create(job(prompts))).id)
+        assert (ended.status, ended.output_file_id) == ("completed", None)
+        failed = (await stub.records(ended.error_file_id))["line-7"]["response"]
+        assert failed["body"]["error"]["message"] == "made up: refuse 1000007"
+
+    live_sqlite(life, window_lines=16)
 
 
 @pytest.fixture

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers import schedule_batch, scheduler
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+from sglang.srt.mem_cache import unified_radix_cache
 
-from echo_sgl.engine import shutdown
+from echo_sgl.batches import replies
+from echo_sgl.engine import pool_intake, shutdown, turns, weights
 from echo_sgl.engine.batch_routes import abort
 from echo_sgl.engine.turns import OfflineTurns
 
@@ -79,3 +83,11 @@ def test_offline_prompts_that_are_sent_on_while_the_server_stops_end_too(
         ending.cancel()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("words", replies._FOR_NOW)
+def test_the_words_of_refusals_that_pass_are_those_of_the_engine(words: str) -> None:
+    ours, sglangs = (pool_intake, turns, weights), (scheduler, schedule_batch, unified_radix_cache)
+    source = "".join(inspect.getsource(module) for module in (*ours, *sglangs))
+    assert words in source
+    assert replies.Reply(503, {"error": {"message": f"It said: {words}."}}).says_for_now
