@@ -42,7 +42,10 @@ class Hold:
 
 @dataclass(slots=True)
 class Line:
-    """A claimed line: `head` is its request without id, `hold` the claim that it came with."""
+    """A claimed line: `head` is its request without id, `hold` the claim that it came with.
+
+    `number` is its job's `Pace`'s, of its last try.
+    """
 
     position: int
     custom_id: str
@@ -52,6 +55,7 @@ class Line:
     num_requests: int = 1
     num_crashes: int = 0
     num_broken: int = 0
+    number: int = 0
     takes_rid: bool = True
     tries: Tries = field(default_factory=Tries)
 

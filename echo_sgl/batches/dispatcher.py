@@ -249,7 +249,7 @@ class Dispatcher:
 
     def _send(self, job: ActiveJob, line: Line) -> None:
         self._limit.take(line.weight)
-        job.pace.take(line.num_requests)
+        line.number = job.pace.take(line.num_requests)
         now_s = time.monotonic()
         self._refusals.send(line.tries, now_s)
         self._rate.start(now_s)
@@ -346,9 +346,9 @@ class Dispatcher:
         if is_own and tries.is_to_blame:
             job.pace.raise_to(tries.pace_before)
             return False
-        if not is_own:
+        if not (is_own or reply.says_handed_back):
             tries.pace_before = max(tries.pace_before, job.pace.limit)
-            job.pace.shrink()
+            job.pace.shrink(line.number)
         return True
 
     def _again(self, job: ActiveJob, line: Line, delay_s: float) -> None:

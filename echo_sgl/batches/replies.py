@@ -13,14 +13,15 @@ import orjson
 _TRANSIENT_CLIENT_ERRORS = (408, 409)
 _REFUSALS = (429, 503)
 _WAITED = "waiting timeout"  # SGLang's word for what never came out of its queue
+# Echo's words for what a server gives back although it had room.
+_HANDED_BACK = ("server is shutting down", "weights are being updated")
 # How SGLang 0.5.23 and Echo refuse what they would take later; anything else may be for good.
 _FOR_NOW = (
     _WAITED,
     "The request queue is full",
     "The offline pool holds",
     "aborted by a higher priority request",
-    "server is shutting down",
-    "weights are being updated",
+    *_HANDED_BACK,
     "KV cache load failed",
     "Retry later",
 )
@@ -80,6 +81,11 @@ class Reply:
     def says_full(self) -> bool:
         """Whether the request was refused for having waited too long: others went before it."""
         return self.verdict is Verdict.REFUSED and _WAITED in self.reason
+
+    @property
+    def says_handed_back(self) -> bool:
+        """Whether the server gave the request back for a reason that says nothing of its room."""
+        return self.verdict is Verdict.REFUSED and any(text in self.reason for text in _HANDED_BACK)
 
     @property
     def says_for_now(self) -> bool:

@@ -38,25 +38,36 @@ class Pace:
     """How many requests go to a server at a time that refuses some; without bound before it does.
 
     Halving on a refusal and growing by one in a window of answers is TCP's rule: it settles near
-    what the server takes, instead of asking it again and again with everything at once.
+    what the server takes, instead of asking it again and again with everything at once. As there,
+    refusals of what was under way together halve it once.
     """
 
     def __init__(self) -> None:
         self.limit = math.inf
         self._num_requests = 0
+        self._num_taken = self._num_heeded = 0
 
     def fits(self, num_requests: int) -> bool:
         """Whether a line of so many requests may go now; one alone always may."""
         return self._num_requests == 0 or self._num_requests + num_requests <= self.limit
 
-    def take(self, num_requests: int) -> None:
+    def take(self, num_requests: int) -> int:
+        """A line of so many requests goes; which one it is, for `shrink`."""
         self._num_requests += num_requests
+        self._num_taken += 1
+        return self._num_taken
 
     def give(self, num_requests: int) -> None:
         self._num_requests -= num_requests
 
-    def shrink(self) -> None:
-        """The server refused a line: keep half of what is in flight now."""
+    def shrink(self, number: int) -> None:
+        """The server refused that line: keep half of what is in flight now.
+
+        Unless others that were in flight with it were refused before.
+        """
+        if number <= self._num_heeded:
+            return
+        self._num_heeded = self._num_taken
         self.limit = max(1.0, min(self.limit, self._num_requests) / 2)
 
     def raise_to(self, limit: float) -> None:
@@ -121,14 +132,14 @@ class Window:
         return int(min(self._max_requests, self._pace.limit))
 
     @asynccontextmanager
-    async def slot(self, line: Weight) -> AsyncIterator[None]:
-        """Hold a place for such a line; one alone always fits."""
+    async def slot(self, line: Weight) -> AsyncIterator[int]:
+        """Hold a place for such a line, which is numbered; one alone always fits."""
         async with self._turn, self._changed:
             await self._changed.wait_for(lambda: self._fits(line))
             self._sends.take(line)
-            self._pace.take(line.num_requests)
+            number = self._pace.take(line.num_requests)
         try:
-            yield
+            yield number
         finally:
             self._sends.give(line)
             self._pace.give(line.num_requests)
@@ -138,9 +149,9 @@ class Window:
     def _fits(self, line: Weight) -> bool:
         return self._sends.fits(line) and self._pace.fits(line.num_requests)
 
-    def shrink(self) -> None:
-        """The server refused a line: keep half of what is in flight now."""
-        self._pace.shrink()
+    def shrink(self, number: int) -> None:
+        """The server refused that line: see `Pace.shrink`."""
+        self._pace.shrink(number)
 
     def grow(self, num_requests: int = 1) -> None:
         """The server answered a line of so many requests."""

@@ -155,12 +155,13 @@ class Sender:
         entry = line.entry
         request = self._reader.read(entry)
         weight = Weight(entry.tokens, request.num_requests, line.num_crashes)
-        async with target.window.slot(weight):
+        async with target.window.slot(weight) as number:
             if target.connection.is_away:
                 return None
             content = self._content(request, target.connection.names)
             reply = await target.connection.post(request.url, content)
-            self._adapt(target, reply, weight.num_requests)
+            if not isinstance(reply, Loss):
+                _adapt(target.window, reply, number, weight.num_requests)
         outcome = await self._judge(target, line, reply)
         self._tally.retries += outcome is None
         return outcome
@@ -189,14 +190,6 @@ class Sender:
             body["service_tier"] = OFFLINE_SERVICE_TIER
         return orjson.dumps(body)
 
-    def _adapt(self, target: Target, reply: Reply | Loss, num_requests: int) -> None:
-        if isinstance(reply, Loss):
-            return
-        if reply.verdict is Verdict.REFUSED:
-            target.window.shrink()
-        else:
-            target.window.grow(num_requests)
-
     async def _wait_refused(self, target: Target, reply: Reply, attempt: int) -> None:
         self._num_refused += 1
         try:
@@ -223,3 +216,10 @@ class Sender:
         if now_s >= self._next_message_s.get(kind, 0.0):
             self._next_message_s[kind] = now_s + MESSAGE_INTERVAL_S
             self._display.say(message)
+
+
+def _adapt(window: Window, reply: Reply, number: int, num_requests: int) -> None:
+    if reply.verdict is not Verdict.REFUSED:
+        window.grow(num_requests)
+    elif not reply.says_handed_back:
+        window.shrink(number)

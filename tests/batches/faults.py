@@ -58,6 +58,30 @@ class FullModel(StubModel):
         return JSONResponse({"message": "The request queue is full."}, status_code=503)
 
 
+class GivingBackModel(StubModel):
+    """Answers when it is `released`, unless it gives back what it has before."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.released = asyncio.Event()
+        self._turn: asyncio.Future[str] | None = None
+
+    def give_back(self, reason: str) -> None:
+        """Refuse all that it has."""
+        assert self._turn is not None
+        self._turn.set_result(reason)
+        self._turn = None
+
+    async def _reply(self, *given: Any) -> Any:
+        self._turn = turn = self._turn or asyncio.get_running_loop().create_future()
+        released = asyncio.create_task(self.released.wait())
+        await asyncio.wait([turn, released], return_when=asyncio.FIRST_COMPLETED)
+        released.cancel()
+        if turn.done():
+            return JSONResponse({"message": turn.result()}, status_code=503)
+        return await super()._reply(*given)
+
+
 def connection_lost() -> OperationalError:
     return OperationalError("made up", None, OSError("the connection is lost"))
 

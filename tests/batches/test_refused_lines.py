@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from echo_sgl.batches.dispatcher import Dispatcher
 from echo_sgl.batches.line_engine import AsgiEngine
 from eval import stub_server
 from tests.batches.client import Stub, job, line, until
-from tests.batches.faults import FullModel, HoldingModel, async_, jobs_of
+from tests.batches.faults import FullModel, GivingBackModel, HoldingModel, async_, jobs_of
 
 Live = Callable[..., None]
 
@@ -97,6 +98,28 @@ def test_a_job_of_lines_that_are_all_refused_for_good_ends_with_the_reason(
         assert failed["body"]["error"]["message"] == "made up: refuse 1000007"
 
     live_sqlite(life, window_lines=16)
+
+
+@pytest.mark.parametrize(
+    ("reason", "left"),
+    [("The server's weights are being updated; send this again.", 16), ("It is full.", 8)],
+)
+def test_a_job_goes_on_beside_few_others_only_where_a_server_had_no_room(
+    live_sqlite: Live, short_back_off: None, made: list[Dispatcher], reason: str, left: int
+) -> None:
+    async def life(stub: Stub) -> None:
+        model = stub.model
+        assert isinstance(model, GivingBackModel)
+        batch = await stub.create(job(["p"] * 100))
+        await until(async_(lambda: model.num_running == 16))
+        model.give_back(reason)
+        await until(async_(lambda: model.num_running == left))
+        await asyncio.sleep(0.2)
+        assert model.num_running == left
+        model.released.set()
+        assert len(await stub.records((await stub.ended(batch.id)).output_file_id)) == 100
+
+    live_sqlite(life, model=GivingBackModel(), window_lines=16)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.batches.window import Weight, Window, backoff_s
+from echo_sgl.batches.window import Pace, Weight, Window, backoff_s
 
 ONE = Weight(1)
 WEIGHTS = st.builds(Weight, tokens=st.integers(1, 50), num_requests=st.integers(1, 7))
@@ -66,22 +66,35 @@ def test_refusals_halve_what_is_sent_and_answers_bring_it_back() -> None:
     async def scenario() -> list[int]:
         window = Window(64, 1000)
         limits = []
-        async with window.slot(ONE), window.slot(ONE), window.slot(Weight(1, num_requests=2)):
-            for _ in range(6):
-                window.shrink()
+        for num_requests in (4, 2, 1, 1):
+            async with window.slot(Weight(1, num_requests=num_requests)) as number:
+                window.shrink(number)
                 limits.append(window.limit)
         for _ in range(3000):
             window.grow()
         return [*limits, window.limit]
 
-    assert asyncio.run(scenario()) == [2, 1, 1, 1, 1, 1, 64]
+    assert asyncio.run(scenario()) == [2, 1, 1, 1, 64]
+
+
+def test_refusals_of_lines_that_were_under_way_together_halve_it_once() -> None:
+    pace = Pace()
+    together = [pace.take(1) for _ in range(64)]
+    limits = []
+    for number in together:
+        pace.shrink(number)
+        pace.give(1)
+        limits.append(pace.limit)
+    pace.take(1)
+    pace.shrink(pace.take(1))
+    assert [*limits, pace.limit] == [*[32.0] * 64, 1.0]
 
 
 def test_a_line_of_many_requests_brings_back_as_many_up_to_a_window() -> None:
     async def scenario() -> list[int]:
         window = Window(64, 1000)
-        async with window.slot(Weight(1, num_requests=32)):
-            window.shrink()
+        async with window.slot(Weight(1, num_requests=32)) as number:
+            window.shrink(number)
         limits = [window.limit]
         for num_requests in (8, 8, 500):
             window.grow(num_requests)
