@@ -82,7 +82,7 @@ def batch_router(service: BatchService, tenants: Tenants, threads: Executor) -> 
 
 
 def _add_file_routes(router: APIRouter, service: BatchService, tenant_of: Any, run: Any) -> None:
-    @router.post("/files", openapi_extra=UPLOAD_SCHEMA, responses=answers(File, 413, 429))
+    @router.post("/files", openapi_extra=UPLOAD_SCHEMA, responses=answers(File, 408, 413, 429))
     async def upload_file(request: Request, tenant: str = tenant_of) -> Any:
         """Upload a job file, one request a line."""
         draft = await run(service.admit_upload, tenant)

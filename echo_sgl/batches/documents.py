@@ -156,6 +156,7 @@ _ERRORS = {
     400: "The request is wrong; `param` says where.",
     401: "The API key is missing or wrong.",
     404: "There is no such file or batch, or it is another key's.",
+    408: "The body came no further.",
     409: "Its state does not allow that.",
     413: "The body is too large.",
     429: "A bound of this key is reached; `Retry-After` may say when to come back.",

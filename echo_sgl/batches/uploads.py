@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ MAX_BOUNDARY_BYTES = 70  # RFC 2046
 # Who sends too much is listened to for a while: a connection that closes while the client still
 # writes shows it a broken pipe instead of our answer.
 DRAIN_FACTOR = 2
+# A client that vanished never closes its connection, and would hold its place for good.
+IDLE_S = 120.0
 Run = Callable[..., Awaitable[object]]
 
 
@@ -68,9 +71,10 @@ class UploadReader:
     async def read(self, stream: AsyncIterator[bytes], run: Run) -> Upload:
         """Read to the end; `run` calls a function in a thread.
 
-        Errors: `ApiError` 400 for a form that is not one, 413 for too large a file.
+        Errors: `ApiError` 400 for a form that is not one, 408 for one that comes no further, 413
+        for too large a file.
         """
-        num_bytes = 0
+        num_bytes, stream = 0, _until_idle(stream)
         async for chunk in stream:
             num_bytes += len(chunk)
             if num_bytes > self._max_bytes + 64 * 1024:
@@ -149,6 +153,19 @@ class UploadReader:
 
     def _end(self) -> None:
         self._is_whole = True
+
+
+async def _until_idle(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_S):
+                chunk = await anext(stream, None)
+        except TimeoutError as error:
+            message = f"nothing more of the upload has come for {IDLE_S:.0f} s; send it again"
+            raise ApiError(408, message, code="upload_timed_out") from error
+        if chunk is None:
+            return
+        yield chunk
 
 
 def clean_filename(given: bytes) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import openai
 import orjson
 import pytest
 
+from echo_sgl.batches import uploads
 from echo_sgl.batches.tenants import Tenants
 from tests.batches.client import Stub, job, line
 from tests.cli.stubs import StubServer
@@ -68,6 +70,28 @@ def test_files_are_uploaded_listed_read_and_deleted(live) -> None:
                 await call(file_id)
 
     live(life)
+
+
+def test_a_client_that_vanishes_while_it_uploads_gives_its_place_back(
+    live_sqlite: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(uploads, "IDLE_S", 0.2)
+    head = b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\n{"custom_id'
+
+    async def vanishing() -> AsyncIterator[bytes]:
+        yield head
+        await asyncio.Event().wait()
+
+    async def life(stub: Stub) -> None:
+        answer = await stub.http().post(
+            "/v1/files",
+            content=vanishing(),
+            headers={"content-type": "multipart/form-data; boundary=b"},
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "upload_timed_out")
+        assert list((tmp_path / "state" / "files").iterdir()) == []
+
+    live_sqlite(life)
 
 
 def test_a_file_that_a_batch_reads_cannot_be_deleted(live_sqlite) -> None:
