@@ -177,6 +177,15 @@ def test_a_check_is_ended_with_its_process_from_another_thread(
     assert batch_of(store, batch.number).status == "validating"
 
 
+def test_a_batch_that_fails_while_it_is_paused_is_paused_no_more(store: JobStore) -> None:
+    batch = claimed(store)
+    with store.database.write() as connection:
+        batch_rows.set_paused(connection, batch.number, NOW_S)
+    Validation(store, batch, RULES).fail("wrong", "wrong")
+    found = batch_of(store, batch.number)
+    assert (found.status, found.paused_at_s) == ("failed", None)
+
+
 def test_a_checker_that_dies_at_once_fails_the_batch(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

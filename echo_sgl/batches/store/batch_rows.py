@@ -100,6 +100,7 @@ def fail_batch(
         errors=list(errors),
         failed_at_s=now_s,
         owner=None,
+        paused_at_s=None,
     )
     if is_failed:
         connection.execute(delete(lines).where(lines.c.batch_number == number))
