@@ -59,12 +59,22 @@ def refuse_unsupported(server_args: Any, config: EchoConfig) -> None:
         "--enable-session-radix-cache": bool(server_args.enable_session_radix_cache),
         "--enable-lmcache": bool(server_args.enable_lmcache),
         "--enable-flexkv": bool(server_args.enable_flexkv),
+        "--enable-unified-cache-external-linker": bool(
+            server_args.enable_unified_cache_external_linker
+        ),
+        "--hicache-host-memory-mode buffer_only": (
+            server_args.hicache_host_memory_mode == "buffer_only"
+        ),
         "--strip-thinking-cache": bool(server_args.strip_thinking_cache),
         "--scheduler-recv-interval > 1 with --tp-size > 1": (
             server_args.scheduler_recv_interval > 1 and server_args.tp_size > 1
         ),
         "--min-free-slots-delay": bool(server_args.min_free_slots_delay),
         "--radix-cache-backend": server_args.radix_cache_backend is not None,
+        # Ray's actors load no plugins, and neither of the others serves our routes.
+        "--use-ray": bool(server_args.use_ray),
+        "--smg-grpc-mode": bool(server_args.smg_grpc_mode or server_args.grpc_mode),
+        "--encoder-only": bool(server_args.encoder_only),
         "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0", "false"),
     }
     if config.cache.order != "stock":
