@@ -84,8 +84,12 @@ def tag_converted_request(
 def check_and_stamp(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     """Between tokenisation and scheduler: check tier and terms, whose errors SGLang answers
     with 400, note the time of arrival, and let the next offline request in."""
-    task_of_input(obj)
     params = getattr(obj, "sampling_params", None)
+    if isinstance(params, dict):
+        # SGLang's --preferred-sampling-params hold where a request names none of its own.
+        preferred = (manager.preferred_sampling_params or {}).get("custom_params")
+        obj.sampling_params = params = {"custom_params": preferred, **params}
+    task_of_input(obj)
     check_terms(custom_params_of(params), active_config().slo)
     if isinstance(params, dict):
         obj.sampling_params = stamped(params)

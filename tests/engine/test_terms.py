@@ -9,6 +9,7 @@ import pytest
 
 from echo_sgl.config import CONFIG_ENV, SloConfig
 from echo_sgl.engine import settings
+from echo_sgl.engine.tasks import check_and_stamp
 from echo_sgl.engine.terms import (
     ARRIVAL_KEY,
     check_terms,
@@ -68,6 +69,30 @@ def test_no_client_dates_its_own_arrival_back():
     assert params["temperature"] == 0
     assert params["custom_params"]["ttft_s"] == 3
     assert params["custom_params"][ARRIVAL_KEY] > 0
+
+
+@pytest.mark.parametrize(
+    ("preferred", "given", "kept"),
+    [
+        (None, {}, {}),
+        ({"temperature": 0}, {}, {}),
+        ({"custom_params": {"bias": 7}}, {}, {"bias": 7}),
+        ({"custom_params": {"bias": 7}}, {"custom_params": {"scale": 2}}, {"scale": 2}),
+        ({"custom_params": {"bias": 7}}, {"custom_params": None}, {}),  # named, as by OpenAI's API
+    ],
+)
+def test_a_stamp_takes_the_servers_preferred_parameters_from_nobody(preferred, given, kept):
+    manager = SimpleNamespace(preferred_sampling_params=preferred)
+    obj = SimpleNamespace(sampling_params={"top_k": 1, **given})
+    check_and_stamp(manager, obj)
+    assert obj.sampling_params["custom_params"].pop(ARRIVAL_KEY) > 0
+    assert obj.sampling_params == {"top_k": 1, "custom_params": kept}
+
+
+def test_the_servers_preferred_terms_are_checked_like_a_clients():
+    manager = SimpleNamespace(preferred_sampling_params={"custom_params": {"ttft_s": "soon"}})
+    with pytest.raises(TermsError, match="ttft_s is 'soon'"):
+        check_and_stamp(manager, SimpleNamespace(sampling_params={}))
 
 
 @pytest.mark.parametrize(
