@@ -134,13 +134,23 @@ class PoolIntake(Scheduler):
             late = self.offline_pool.waiting_since_before(deadline_s)
             aborts += [_timeout_abort(req.rid, "waiting") for req in late]
         if (timeout_s := envs.SGLANG_REQ_RUNNING_TIMEOUT.get()) > 0:
+            deadline_s = time.perf_counter() - timeout_s
             aborts += [
                 _timeout_abort(req.rid, "running")
-                for req in self.step_control.parked
-                if req.to_finish is None
-                and 0 < req.time_stats.forward_entry_time < time.perf_counter() - timeout_s
+                for req in self._out_of_batches()
+                if req.to_finish is None and 0 < req.time_stats.forward_entry_time < deadline_s
             ]
         return aborts
+
+    def _out_of_batches(self) -> Iterator[Req]:
+        """Requests that run and are in no batch of SGLang's: they sit out, or wait for a chunk."""
+        yield from self.step_control.parked
+        yield from self.step_control.without_turn
+        chunked, last = self.chunked_req, self.last_batch
+        if chunked is None or chunked is self._pending_chunked_abort_req:
+            return
+        if last is None or chunked not in last.reqs:
+            yield chunked
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         # SGLang walks its queue for requests that already generated under the old weights.

@@ -232,29 +232,44 @@ def test_an_abort_reaches_one_id_and_leaves_all_ids_as_they_were(given, aborted,
     assert sorted(everybody) == sorted(req.rid for req in everybody.values())
 
 
-def test_who_sits_out_may_run_out_of_its_time_too(monkeypatch):
+def in_time(rid: str, since_s: float = 0.0, to_finish: Any = None) -> Any:
+    """A request that runs for so many seconds."""
+    stats = SimpleNamespace(forward_entry_time=time.perf_counter() - since_s)
+    return SimpleNamespace(rid=rid, to_finish=to_finish, time_stats=stats)
+
+
+@pytest.fixture
+def timed_out(monkeypatch) -> Any:
+    """The ids that a scheduler with these fields ends because they have run for a minute."""
     monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "60")
-    monkeypatch.setattr(
-        sglang_scheduler.Scheduler, "_poll_timeout_aborts", lambda self: ["another"]
-    )
-    now_s = time.perf_counter()
+    monkeypatch.setattr(sglang_scheduler.Scheduler, "_poll_timeout_aborts", lambda self: ["other"])
+    empty = {"chunked_req": None, "last_batch": None, "_pending_chunked_abort_req": None}
 
-    def parked(rid: str, since_s: float, to_finish: Any = None) -> Any:
-        stats = SimpleNamespace(forward_entry_time=since_s)
-        return SimpleNamespace(rid=rid, to_finish=to_finish, time_stats=stats)
+    def poll(*, parked: Any = (), without_turn: Any = (), **fields: Any) -> list[str]:
+        control = SimpleNamespace(parked=parked, without_turn=without_turn)
+        clock = SimpleNamespace(tick=lambda: [])
+        one = scheduler(**empty | fields, echo_clock=clock, step_control=control)
+        other, *aborts = one._poll_timeout_aborts()
+        assert other == "other"
+        assert all("running timeout" in abort.finished_reason["message"] for abort in aborts)
+        return [abort.rid for abort in aborts]
 
-    sits_out = [
-        parked("late", now_s - 61.0),
-        parked("in time", now_s),
-        parked("known", now_s - 61.0, "abort"),
-    ]
-    one = scheduler(
-        echo_clock=SimpleNamespace(tick=lambda: []),
-        step_control=SimpleNamespace(parked=sits_out),
-    )
-    other, abort = one._poll_timeout_aborts()
-    assert (other, abort.rid) == ("another", "late")
-    assert "running timeout" in abort.finished_reason["message"]
+    return poll
+
+
+def test_who_sits_out_may_run_out_of_its_time_too(timed_out):
+    sits_out = [in_time("late", 61.0), in_time("in time"), in_time("known", 61.0, "abort")]
+    assert timed_out(parked=sits_out) == ["late"]
+    assert timed_out(without_turn=sits_out) == ["late"]
+
+
+def test_who_waits_for_a_chunk_may_run_out_of_its_time_too(timed_out):
+    late = in_time("late", 61.0)
+    assert timed_out(chunked_req=late) == ["late"]
+    assert timed_out(chunked_req=late, last_batch=SimpleNamespace(reqs=[])) == ["late"]
+    assert timed_out(chunked_req=late, last_batch=SimpleNamespace(reqs=[late])) == []  # by SGLang
+    assert timed_out(chunked_req=late, _pending_chunked_abort_req=late) == []
+    assert timed_out(chunked_req=in_time("in time")) == []
 
 
 @pytest.mark.parametrize(
