@@ -22,7 +22,8 @@ def placed(reqs: Iterable[Req]) -> Iterator[Placed]:
 
 def finds_its_kv(req: Req) -> bool:
     """Whether the tree gives back what it computed: with logprobs only up to the prompt's end."""
-    return not req.return_logprob and req.positional_embed_overrides is None
+    is_asked_for_more = req.return_logprob or req.return_hidden_states is True
+    return not is_asked_for_more and req.positional_embed_overrides is None
 
 
 def queued(req: Req) -> Queued:

@@ -23,10 +23,19 @@ def first_out(
         _holder(req, is_parked=is_parked)
         for is_parked, reqs in ((True, parked), (False, running))
         for req in reqs
-        if terms_of(req).is_offline and may_sit_out(req)
+        if terms_of(req).is_offline and gives_up_memory(req)
         if not (req.return_logprob and req in launched)
     ]
     return next(iter(preemption_order(holders)), None)
+
+
+def gives_up_memory(req: Req) -> bool:
+    """Whether a request may lose its memory and go on later.
+
+    Not one that asked for all its hidden states: SGLang would put those of the prefill that brings
+    it back, of one token or of all, among those of its answer.
+    """
+    return may_sit_out(req) and req.return_hidden_states is not True
 
 
 def uncached_tokens(req: Req) -> int:

@@ -10,6 +10,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdde
 
 from echo_sgl.engine.held_tokens import held_tokens
 from echo_sgl.engine.refusals import Reason
+from echo_sgl.engine.retraction import gives_up_memory
 from echo_sgl.engine.tasks import is_offline
 
 if TYPE_CHECKING:
@@ -157,13 +158,15 @@ class RoomAdder(PrefillAdder):
         ]
 
     def _can_make_room(self, req: Req) -> bool:
-        """Whether the request could fit if every offline request were retracted.
+        """Whether the request could fit if every offline request that may be were retracted.
 
         Otherwise retraction would throw work away and help nobody.
         """
-        running = [self.running_batch.reqs[index] for index in self._offline_running()]
+        reqs = [self.running_batch.reqs[index] for index in self._offline_running()]
+        running = list(filter(gives_up_memory, reqs))
+        parked = filter(gives_up_memory, self.control.parked)
         freed_tokens = sum(map(self._get_running_request_total_token_offset, running))
-        freed_tokens += held_tokens(self.tree_cache.echo_core, [*running, *self.control.parked])
+        freed_tokens += held_tokens(self.tree_cache.echo_core, [*running, *parked])
         return self._needed_tokens(req) <= self.rem_total_tokens + freed_tokens
 
     def _retract_one(self) -> bool:
