@@ -164,6 +164,7 @@ class Offers(PoolIntake):
     def _queue_offered(self, offered: tuple[Req, ...]) -> None:
         """For the time of a pass, until `_take_back_offered`."""
         self.policy.offered = offered
+        self._fetch_from_storage(offered)
         self.waiting_queue.extend(offered)
         is_asked = self.model_config.is_multimodal
         self._kept_positions = kept_positions(self.waiting_queue) if is_asked else []
@@ -183,6 +184,17 @@ class Offers(PoolIntake):
         if not can_start:
             control.refuse(Reason.ADAPTER, req.rid, num_adapters=len(running_loras))
         return can_start
+
+    def _fetch_from_storage(self, offered: Iterable[Req]) -> None:
+        """Ask for what SGLang's storage has of those that a pass looks at for the first time.
+
+        SGLang asks when a request comes. What it fetches for one fills a part of the host tier
+        until that one starts: pooled for hours, they would leave online requests nothing of it.
+        """
+        for req in offered:
+            if not req.echo_is_fetched:
+                req.echo_is_fetched = True
+                self._prefetch_kvcache(req)
 
     def _offer(self, running_batch: ScheduleBatch) -> tuple[Req, ...]:
         """The offline candidates of this pass, next pick first."""

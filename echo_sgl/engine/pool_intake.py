@@ -50,6 +50,7 @@ class PoolIntake(Scheduler):
             self.step_control.counts.num_retractions[terms.task] += 1
         if has_given_place and req.to_finish is None:
             # It waits for others' sake: the limit of the queue is for those that come.
+            self._prefetch_kvcache(req)
             self._note_entry(req)
             self._enter(req)
         elif not terms.is_offline or req.to_finish is not None:
@@ -69,12 +70,13 @@ class PoolIntake(Scheduler):
         enter(self.step_control.planner.places, self.waiting_queue, req)
 
     def _note_entry(self, req: Req) -> None:
-        self._prefetch_kvcache(req)
         req.time_stats.set_wait_queue_entry_time()
         req.arrival_processed_tokens = self.processed_tokens_counter
 
     def _pool(self, req: Req, *, resumed: bool) -> None:
         self._note_entry(req)
+        # From the storage, see `_fetch_from_storage`; anew after it lost its memory.
+        req.echo_is_fetched, req.storage_prefetch_retry_attempts = False, 0
         entry_s = req.time_stats.wait_queue_entry_time
         deadline_s, work = self.deadline_watch.terms(req)
         self.offline_pool.add(

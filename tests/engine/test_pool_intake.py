@@ -67,6 +67,27 @@ def test_who_was_shed_is_offered_again_only_after_the_pass():
     assert pooled == [("first", True), ("second", True)]
 
 
+def test_the_storage_is_asked_for_a_pooled_prompt_when_a_pass_first_looks_at_it():
+    asked, stats = [], SimpleNamespace(set_wait_queue_entry_time=lambda: None)
+    stats.wait_queue_entry_time = 0.0
+    req = SimpleNamespace(rid="a", time_stats=stats)
+    one = scheduler(
+        _prefetch_kvcache=asked.append,
+        processed_tokens_counter=0,
+        waiting_queue=[],
+        policy=SimpleNamespace(offered=()),
+        model_config=SimpleNamespace(is_multimodal=False),
+        deadline_watch=SimpleNamespace(terms=lambda req: (None, 1)),
+        offline_pool=SimpleNamespace(add=lambda req, **given: None),
+    )
+    for num_asked in (1, 2):  # once more after it lost its memory
+        one._pool(req, resumed=num_asked > 1)
+        assert len(asked) == num_asked - 1
+        one._queue_offered((req,))
+        one._queue_offered((req,))
+        assert len(asked) == num_asked
+
+
 @pytest.mark.parametrize("is_within", [True, False])
 def test_what_outgrew_the_reserve_is_shed_where_decodes_go_first_too(is_within):
     victims, pooled = iter(["one", None]), []
