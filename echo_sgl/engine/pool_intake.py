@@ -92,6 +92,7 @@ class PoolIntake(Scheduler):
     def _reject(self, req: Req, status: HTTPStatus, message: str) -> None:
         reason = {"type": "abort", "status_code": status, "message": message}
         self._release_aborted_request(req)
+        self.beam_coordinator.retire_group(req)  # counted since it came
         self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
 
     def abort_request(self, recv_req: AbortReq) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult
 
+from echo_sgl.engine import pool_intake
 from echo_sgl.engine.admission import EchoPrefillAdder
+from echo_sgl.engine.scheduler import EchoScheduler
 from eval.server import Server
 from tests.engine.tight import num_running
 from tests.engine.traffic import (
@@ -30,6 +33,17 @@ def test_nobody_starts_in_a_pass_after_beams_and_nobody_leaves_them_one_slot() -
     assert not one._makes_place(beams)
     one.can_run_list = [beams]
     assert one.add_one_req(SimpleNamespace(), False, None) is AddReqResult.OTHER
+
+
+def test_beams_that_the_pool_turns_away_are_counted_no_more(monkeypatch) -> None:
+    """SGLang looks at all that run, after each step, as long as there are beams."""
+    monkeypatch.setattr(pool_intake, "_make_abort_req", lambda req, finished_reason: None)
+    one, gone = object.__new__(EchoScheduler), []
+    one.beam_coordinator = SimpleNamespace(retire_group=gone.append)
+    one._release_aborted_request = lambda req: None
+    one.send_abort_output = lambda abort, req: None
+    one._reject("beams", HTTPStatus.SERVICE_UNAVAILABLE, "The pool is full.")
+    assert gone == ["beams"]
 
 
 @pytest.mark.server
