@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 from typing import Any
 
-from echo_sgl.engine.shutdown import keep_ending_offline
+from echo_sgl.engine.hand_back import HandBack
 
 UPDATING = "The server's weights are being updated; send this again."
 
 
 async def hand_back_offline(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Around each of SGLang's updates of weights; who paused the engine waits for nobody."""
-    waits = keep_ending_offline(manager, UPDATING, lambda: not manager.is_pause)
-    ending = asyncio.create_task(waits)
+    ending = asyncio.create_task(HandBack(manager, UPDATING).go_on(while_paused=False))
     try:
         return await original(manager, *args, **kwargs)
     finally:
