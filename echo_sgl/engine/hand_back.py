@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -24,10 +26,14 @@ class HandBack:
 
     A pool of 50,000 is handed back in slices: told at once, and again while they end, they would
     stop the streams of this process and the steps of the scheduler for seconds.
+
+    `concerns`: which of them, by what the tokenizer manager holds of a request; None: all.
     """
 
-    def __init__(self, manager: Any, message: str) -> None:
-        self._manager, self._message = manager, message
+    def __init__(
+        self, manager: Any, message: str, concerns: Callable[[Any], bool] | None = None
+    ) -> None:
+        self._manager, self._message, self._concerns = manager, message, concerns
         # By id, with the request itself: clients choose ids, and may send one again.
         self._told: dict[str, tuple[Any, float]] = {}
 
@@ -36,6 +42,17 @@ class HandBack:
         while while_paused or not self._manager.is_pause:
             await self.end_all()
             await asyncio.sleep(AGAIN_S)
+
+    @contextlib.asynccontextmanager
+    async def meanwhile(self, *, while_paused: bool) -> AsyncIterator[None]:
+        """`go_on` as long as what is done within lasts."""
+        ending = asyncio.create_task(self.go_on(while_paused=while_paused))
+        try:
+            yield
+        finally:
+            ending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ending
 
     async def end_all(self) -> None:
         """End those that the scheduler has and that were not told yet."""
@@ -49,7 +66,9 @@ class HandBack:
     def _is_due(self, rid: str, state: Any) -> bool:
         told, told_s = self._told.get(rid, (None, 0.0))
         is_told = told is state and time.monotonic() - told_s < TELL_AGAIN_S
-        return state.dispatched and not is_told and is_offline_input(state.obj)
+        if is_told or not (state.dispatched and is_offline_input(state.obj)):
+            return False
+        return self._concerns is None or self._concerns(state.obj)
 
     def _end(self, rid: str) -> None:
         if (state := self._manager.rid_to_state.get(rid)) is None:

@@ -260,6 +260,11 @@ HOOKS = (
         for name, parameters in _WEIGHT_UPDATES.items()
     ),
     Hook(
+        Seam(f"{_TOKENIZER}._unload_lora_adapter_locked", "self obj"),
+        "around",
+        _ours("weights.hand_back_adapter"),
+    ),
+    Hook(
         Seam(
             f"{_HTTP}._setup_and_run_http_server",
             "server_args tokenizer_manager template_manager port_args scheduler_infos "

@@ -10,6 +10,7 @@ import pytest
 
 from echo_sgl.engine import hand_back
 from echo_sgl.engine.hand_back import SLICE, HandBack
+from echo_sgl.engine.weights import UNLOADING, hand_back_adapter
 from tests.engine.traffic import FLEX
 
 
@@ -21,14 +22,17 @@ class Manager:
         self.is_pause = False
         self.sent: list[str] = []
 
-    def add(self, rid: str, *, dispatched: bool = True, **custom_params: str) -> Any:
-        obj = SimpleNamespace(sampling_params={"custom_params": custom_params})
+    def add(
+        self, rid: str, *, dispatched: bool = True, lora_path: Any = None, **custom_params: str
+    ) -> Any:
+        params = {"custom_params": custom_params}
+        obj = SimpleNamespace(sampling_params=params, lora_path=lora_path)
         state = self.rid_to_state[rid] = SimpleNamespace(obj=obj, dispatched=dispatched)
         return state
 
     def _dispatch_to_scheduler(self, abort: Any) -> None:
         assert abort.finished_reason["status_code"] == 503
-        assert abort.abort_message == "Later."
+        assert abort.abort_message in ("Later.", UNLOADING)
         self.sent.append(abort.rid)
 
 
@@ -105,3 +109,22 @@ def test_a_paused_engine_ends_them_only_at_a_shutdown(
 
     asyncio.run(play())
     assert manager.sent == sent
+
+
+def test_an_adapter_is_unloaded_without_waiting_for_the_jobs_that_use_it(manager: Manager) -> None:
+    """SGLang unloads one for whoever asks for another, when the last of its requests has ended."""
+    manager.add("chat", lora_path="old")
+    manager.add("line", lora_path="old", **FLEX)
+    manager.add("lines", lora_path=["new", "old"], **FLEX)
+    manager.add("another", lora_path="new", **FLEX)
+    manager.add("plain", **FLEX)
+
+    async def unload(_manager: Manager, obj: Any) -> str:
+        while len(manager.sent) < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        return f"{obj.lora_name} is unloaded"
+
+    order = SimpleNamespace(lora_name="old")
+    assert asyncio.run(hand_back_adapter(unload, manager, order)) == "old is unloaded"
+    assert manager.sent == ["line", "lines"]
