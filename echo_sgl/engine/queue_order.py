@@ -34,8 +34,7 @@ class EchoSchedulePolicy(SchedulePolicy):
     def calc_priority(
         self, waiting_queue: list[Req], running_batch: Any = None, processed_tokens: int = 0
     ) -> None:
-        offered = set(self.offered)
-        online = [req for req in waiting_queue if req not in offered]
+        online = self._online(waiting_queue)
         super().calc_priority(online, running_batch, processed_tokens)
         if self.planner.late_last.wait_s:
             online.sort(key=lambda req: self.planner.goes_last(queued(req)))
@@ -46,7 +45,9 @@ class EchoSchedulePolicy(SchedulePolicy):
     def shortest_prefill_chunk_limit(
         self, chunked_req: Req, waiting_queue: list[Req], budget: int, page_size: int
     ) -> int | None:
-        limit = super().shortest_prefill_chunk_limit(chunked_req, waiting_queue, budget, page_size)
+        # No offered one starts beside a request between chunks: none is to be left room.
+        online = self._online(waiting_queue)
+        limit = super().shortest_prefill_chunk_limit(chunked_req, online, budget, page_size)
         left = len(chunked_req.full_untruncated_fill_ids) - int(chunked_req.prefix_len)
         most = left if limit is None else min(left, limit)
         room = partial(
@@ -65,3 +66,7 @@ class EchoSchedulePolicy(SchedulePolicy):
             return min(most, max(1, budget // 2 // page_size) * page_size)
         # Whether it runs at all was decided before; SGLang wants to see it make progress.
         return room(max_tokens=most) or min(most, page_size)
+
+    def _online(self, waiting_queue: list[Req]) -> list[Req]:
+        offered = set(self.offered)
+        return [req for req in waiting_queue if req not in offered]
