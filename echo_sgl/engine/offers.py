@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 
@@ -34,10 +35,23 @@ class Offers(PoolIntake):
     offer_size: OfferSize
     kv_limits: KvLimits
     weighing: Weighing | None
+    lora_drainer: Any
     _parked_chunks: list[Req]
     _shed: list[Req]
     _kept_positions: list[KeptPositions]
     _adder: EchoPrefillAdder
+
+    def init_lora_drainer(self) -> None:
+        """SGLang keeps an adapter's requests waiting once those of another one wait for too long.
+
+        Offline ones wait for hours, and are no reason for it.
+        """
+        super().init_lora_drainer()
+        if (drainer := self.lora_drainer) is not None:
+            update = drainer.update_draining_state
+            drainer.update_draining_state = lambda waiting, running: update(
+                [req for req in waiting if not is_offline(req)], running
+            )
 
     def _offline_chunk_tokens(self) -> int | None:
         limit = self.offline_config.max_prefill_tokens_per_step

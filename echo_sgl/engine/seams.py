@@ -68,6 +68,11 @@ RELIED_ON = (
     Seam(f"{_SCHEDULER}.init_schedule_policy", "self"),
     Seam(f"{_SCHEDULER}.init_load_inquirer", "self"),
     Seam(f"{_SCHEDULER}.get_prefill_adder_class", "self"),
+    Seam(f"{_SCHEDULER}.init_lora_drainer", "self"),
+    Seam(
+        "sglang.srt.lora.lora_drainer.LoRADrainer.update_draining_state",
+        "self waiting_queue running_reqs",
+    ),
     Seam(f"{_SCHEDULER}._add_request_to_queue", "self req is_retracted"),
     Seam(f"{_SCHEDULER}._set_or_validate_priority", "self req"),
     Seam(f"{_SCHEDULER}._release_aborted_request", "self req"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.lora.lora_drainer import LoRADrainer
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import Req
 
@@ -86,6 +87,30 @@ def test_the_storage_is_asked_for_a_pooled_prompt_when_a_pass_first_looks_at_it(
         one._queue_offered((req,))
         one._queue_offered((req,))
         assert len(asked) == num_asked
+
+
+@pytest.mark.parametrize(("is_offline", "may_start"), [(True, True), (False, False)])
+def test_no_adapter_is_drained_for_offline_requests_that_wait(is_offline, may_start, monkeypatch):
+    def init(self: Any) -> None:
+        self.lora_drainer = LoRADrainer(max_loras_per_batch=1, max_wait_time_secs=60.0)
+
+    def request(adapter: str, *, offline: bool, waits_s: float = 0.0) -> Any:
+        return SimpleNamespace(
+            lora_id=adapter,
+            output_ids=[],
+            sampling_params=SimpleNamespace(max_new_tokens=100),
+            time_stats=SimpleNamespace(wait_queue_entry_time=time.monotonic() - waits_s),
+            echo_terms=SimpleNamespace(is_offline=offline),
+        )
+
+    monkeypatch.setattr(sglang_scheduler.Scheduler, "init_lora_drainer", init)
+    one = scheduler()
+    one.init_lora_drainer()
+    running = request("used", offline=False)
+    running.output_ids = [1] * 90
+    for_long = request("another", offline=is_offline, waits_s=7200.0)
+    one.lora_drainer.update_draining_state([for_long], [running])
+    assert one.lora_drainer.can_schedule(request("used", offline=False)) is may_start
 
 
 @pytest.mark.parametrize("is_within", [True, False])
