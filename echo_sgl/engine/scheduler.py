@@ -384,4 +384,4 @@ class EchoScheduler(Offers):
 
 def _leads_its_replica() -> bool:
     parallel = get_parallel()
-    return parallel.attn_tp_rank == 0 and parallel.pp_rank == 0
+    return parallel.attn_tp_rank == parallel.attn_cp_rank == parallel.pp_rank == 0

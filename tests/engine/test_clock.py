@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from echo_sgl.batch_shape import BatchRow
+from echo_sgl.engine import scheduler
 from echo_sgl.engine.clock import ClockTick, Measured, StepClock
 from echo_sgl.estimators.lessons import LEARN_EVERY_S
 
@@ -62,3 +67,15 @@ def test_time_never_goes_back() -> None:
     clock.take_ticks([ClockTick(5.0, [])])
     clock.take_ticks([ClockTick(4.0, [])])
     assert clock.now_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "leads"),
+    [((0, 0, 0), True), ((1, 0, 0), False), ((0, 1, 0), False), ((0, 0, 1), False)],
+)
+def test_one_rank_of_a_replica_leads_it(ranks, leads, monkeypatch):
+    """SGLang's own metrics come from the first of those that share a context's tokens, too."""
+    names = ("attn_tp_rank", "attn_cp_rank", "pp_rank")
+    parallel = SimpleNamespace(**dict(zip(names, ranks, strict=True)))
+    monkeypatch.setattr(scheduler, "get_parallel", lambda: parallel)
+    assert scheduler._leads_its_replica() is leads
