@@ -6,6 +6,8 @@ import functools
 import os
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from echo_sgl.config import CONFIG_ENV, EchoConfig, load_config
 from echo_sgl.errors import UnsupportedEngineError
 
@@ -75,7 +77,7 @@ def refuse_unsupported(server_args: Any, config: EchoConfig) -> None:
         "--use-ray": bool(server_args.use_ray),
         "--smg-grpc-mode": bool(server_args.smg_grpc_mode or server_args.grpc_mode),
         "--encoder-only": bool(server_args.encoder_only),
-        "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0", "false"),
+        "SGLANG_RUST_SERVER": bool(envs.SGLANG_RUST_SERVER.get()),
     }
     if config.cache.order != "stock":
         refused["--radix-eviction-policy (set cache.order instead)"] = (

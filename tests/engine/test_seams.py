@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -112,6 +113,14 @@ def test_what_is_not_supported_is_refused_by_name(setting, value, flag):
     refuse_unsupported(SimpleNamespace(**SUPPORTED), config)
     with pytest.raises(UnsupportedEngineError, match=f"does not support {flag}"):
         refuse_unsupported(SimpleNamespace(**SUPPORTED | {setting: value}), config)
+
+
+@pytest.mark.parametrize(("given", "is_refused"), [("1", True), ("yes", True), ("False", False)])
+def test_sglangs_rust_server_is_refused_where_sglang_would_start_it(given, is_refused, monkeypatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", given)
+    refusal = pytest.raises(UnsupportedEngineError, match="does not support SGLANG_RUST_SERVER")
+    with refusal if is_refused else nullcontext():
+        refuse_unsupported(SimpleNamespace(**SUPPORTED), parse_config({}))
 
 
 def test_ticks_that_would_be_lost_are_refused():
