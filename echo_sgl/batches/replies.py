@@ -14,7 +14,7 @@ _TRANSIENT_CLIENT_ERRORS = (408, 409)
 _REFUSALS = (429, 503)
 _WAITED = "waiting timeout"  # SGLang's word for what never came out of its queue
 # Echo's words for what a server gives back although it had room.
-_HANDED_BACK = ("server is shutting down", "weights are being updated")
+_HANDED_BACK = ("server is shutting down", "weights are being updated", "adapter of this request")
 # How SGLang 0.5.23 and Echo refuse what they would take later; anything else may be for good.
 _FOR_NOW = (
     _WAITED,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.mem_cache import unified_radix_cache
 
 from echo_sgl.batches import replies
-from echo_sgl.engine import pool_intake, shutdown, turns, weights
+from echo_sgl.engine import pool_intake, turns, weights
 from echo_sgl.engine.batch_routes import abort
-from echo_sgl.engine.turns import OfflineTurns
 
 
 class Manager(TokenizerManager):
@@ -57,32 +55,6 @@ def test_a_line_that_is_cancelled_before_it_is_sent_ends_once_it_was() -> None:
     manager._mark_state_dispatched("line_of_another")
     abort(manager, "line")
     assert manager.aborted == ["line"]
-
-
-def test_offline_prompts_that_are_sent_on_while_the_server_stops_end_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The scheduler forgets an abort that comes before its request: online ones are drained."""
-    monkeypatch.setattr(shutdown, "AGAIN_S", 0.01)
-    monkeypatch.setattr(OfflineTurns, "is_stopping", False)
-
-    async def main() -> None:
-        manager = Manager("there", "late", "online")
-        manager.asyncio_tasks = set()
-        for rid, tier in (("there", "flex"), ("late", "flex"), ("online", "auto")):
-            params = {"custom_params": {"service_tier": tier}}
-            manager.rid_to_state[rid].obj = SimpleNamespace(sampling_params=params)
-        shutdown.end_offline_requests(None, SimpleNamespace(tokenizer_manager=manager))
-        assert OfflineTurns.is_stopping and "there" in manager.aborted
-        del manager.rid_to_state["there"]
-        manager.aborted.clear()
-        manager._mark_state_dispatched("late")
-        await asyncio.sleep(0.1)
-        assert set(manager.aborted) == {"late"}
-        [ending] = manager.asyncio_tasks
-        ending.cancel()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("words", replies._FOR_NOW)
