@@ -1,4 +1,4 @@
-"""Traces of requests from files: Azure's and BurstGPT's CSV, Mooncake's and our own JSON lines.
+"""Traces of requests from files in any of `trace_formats`.
 
 Errors name file, line, column and value; what is only odd comes back as a warning.
 """
@@ -19,75 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from echo_sgl.errors import EchoError
+from echo_sgl.sim.trace_formats import CSV_FORMATS, JSON_FORMATS, RECORDING, Format, known_formats
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
 
 MAX_LINE_CHARS = 4_000_000
 MAX_TOKENS = 100_000_000
 MAX_BLOCKS, MAX_BLOCK_ID = 200_000, 1 << 62
-MOONCAKE_BLOCK_TOKENS = 512
 GAP_S = 3600.0
 MAX_TRACE_DAYS = 366
+# Later than any date: what is larger is no time in seconds.
+LAST_S = 253_402_300_800.0
+MAX_GAPS_TOLD = 5
+SNIFFED_BYTES = 1024
 RECORDING_FORMAT = "echo-recording"
 RECORDING_VERSIONS = (1,)
 
 
 class TraceFileError(EchoError, ValueError):
     """A trace that cannot be simulated; the message names file, line and value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How a kind of file names what is needed, and what else it may hold.
-
-    `unit_s`: seconds of one unit of its time where that is a number, not a date.
-    """
-
-    name: str
-    time: str
-    prompt: str
-    output: str
-    others: tuple[str, ...] = ()
-    unit_s: float = 1.0
-    block_tokens: int = BLOCK_TOKENS
-    blocks: str = ""
-
-    @property
-    def needed(self) -> tuple[str, str, str]:
-        return self.time, self.prompt, self.output
-
-
-CSV_FORMATS = (
-    Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    Format(
-        "BurstGPT",
-        "Timestamp",
-        "Request tokens",
-        "Response tokens",
-        ("Model", "Total tokens", "Log Type", "Session ID", "Elapsed time"),
-    ),
-    Format("plain", "t_s", "context_tokens", "generated_tokens"),
-)
-JSON_FORMATS = (
-    Format(
-        "Mooncake",
-        "timestamp",
-        "input_length",
-        "output_length",
-        ("hash_ids",),
-        unit_s=1e-3,
-        block_tokens=MOONCAKE_BLOCK_TOKENS,
-        blocks="hash_ids",
-    ),
-    Format(
-        "recording",
-        "at_s",
-        "prompt_tokens",
-        "output_tokens",
-        ("class", "cached_tokens", "blocks"),
-        blocks="blocks",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +50,7 @@ class TraceFile:
 
 
 def read_trace_file(path: Path, *, task: Task = Task.ONLINE, skip_empty: bool = False) -> TraceFile:
-    """Read a trace; the columns or keys tell its format, `.gz` is unpacked.
+    """Read a trace; what is in it tells its format, `.gz` is unpacked.
 
     Time starts at 0 with the first request. `skip_empty` leaves out requests without prompt or
     answer, which failed where they were recorded. Of a recording only the class of `task` is
@@ -110,11 +60,10 @@ def read_trace_file(path: Path, *, task: Task = Task.ONLINE, skip_empty: bool = 
     """
     columns = _Columns(path, task, skip_empty=skip_empty)
     try:
-        with _open(path) as file:
-            if ".jsonl" in path.suffixes or ".json" in path.suffixes:
-                _read_json(columns, file)
-            else:
-                _read_csv(columns, file)
+        with _open(path) as packed:
+            is_json = _begins_as_json(packed)
+            read = _read_json if is_json else _read_csv
+            read(columns, io.TextIOWrapper(packed, encoding="utf-8-sig", newline=""))
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise TraceFileError(f"trace {path} cannot be read: {error}") from error
     return columns.finish()
@@ -135,6 +84,7 @@ class _Columns:
     outputs: array[int] = field(default_factory=lambda: array("q"))
     blocks: list[array[int]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    num_gaps: int = 0
     num_empty: int = 0
     num_other_class: int = 0
     origin_s: float = 0.0
@@ -174,11 +124,14 @@ class _Columns:
             self._sort()
         if not self.at_s or self.format is None:
             raise TraceFileError(
-                f"trace {self.path} holds no {self.task} request; known formats are {_known()}"
+                f"trace {self.path} holds no {self.task} request; "
+                f"known formats are {known_formats()}"
             )
         if self.blocks and len(self.blocks) != len(self.at_s):
             key = self.format.blocks
             raise TraceFileError(f"trace {self.path}: some lines have {key}, some have none")
+        if (more := self.num_gaps - MAX_GAPS_TOLD) > 0:
+            self.warnings.append(f"{more} more gaps of over an hour")
         if self.num_empty:
             self.warnings.append(f"{self.num_empty} requests without prompt or answer left out")
         if self.num_other_class:
@@ -232,9 +185,13 @@ class _Columns:
                 f"{MAX_TRACE_DAYS} days. Correct the time, or cut the file",
             )
         if at_s - last_s > GAP_S:
-            hours = (at_s - last_s) / 3600
-            self.warnings.append(f"line {number}: nothing came for {hours:.1f} h before it")
+            self._note_gap(number, (at_s - last_s) / 3600)
         self.at_s.append(at_s)
+
+    def _note_gap(self, number: int, hours: float) -> None:
+        self.num_gaps += 1
+        if self.num_gaps <= MAX_GAPS_TOLD:
+            self.warnings.append(f"line {number}: nothing came for {hours:.1f} h before it")
 
     def _add_blocks(self, number: int, key: str, value: Any, prompt: int) -> None:
         size = self.block_tokens or (self.format.block_tokens if self.format else BLOCK_TOKENS)
@@ -273,9 +230,16 @@ class _Columns:
             at_s = _seconds(value, form.unit_s)
         except (TypeError, ValueError, OverflowError):
             at_s = math.nan
+        unit = "seconds" if form.unit_s == 1.0 else f"units of {form.unit_s:g} s"
         if not math.isfinite(at_s):
             raise self.error(
-                number, f"{form.time} is {value!r}; it must be seconds or a date and time"
+                number, f"{form.time} is {value!r:.60}; it must be {unit} or a date and time"
+            )
+        if at_s > LAST_S:
+            raise self.error(
+                number,
+                f"{form.time} is {value!r}; numbers there are {unit}, and this is after the year "
+                "9999. Divide them: milliseconds by 1,000, or write dates",
             )
         return at_s
 
@@ -295,11 +259,11 @@ def _read_csv(columns: _Columns, file: io.TextIOBase) -> None:
 
 def _csv_format(columns: _Columns, header: Sequence[str]) -> Format:
     form = _format_of(columns, header, CSV_FORMATS, "columns")
-    if unknown := set(header) - {*form.needed, *form.others}:
+    if unknown := set(header) - {*form.columns}:
         raise columns.error(
             1,
             f"unknown columns {', '.join(sorted(unknown))}; {form.name} has "
-            f"{', '.join((*form.needed, *form.others))}. Remove the others",
+            f"{', '.join(form.columns)}. Remove the others",
         )
     if twice := {name for name in header if header.count(name) > 1}:
         raise columns.error(
@@ -316,20 +280,22 @@ def _read_json(columns: _Columns, file: io.TextIOBase) -> None:
             if columns.is_recording and not line.endswith("\n"):
                 columns.warnings.append(f"line {number}: cut off as the recording ended")
                 return
-            raise columns.error(number, f"not JSON: {error}") from error
+            raise columns.error(
+                number, f"not JSON: {error}. One object a line is needed, no array around them"
+            ) from error
         if not isinstance(row, dict):
-            raise columns.error(number, f"not a JSON object: {line[:60]!r}")
+            raise columns.error(number, f"not a JSON object: {line[:60]!r}; one a line is needed")
         if columns.format is None and row.get("format") == RECORDING_FORMAT:
             _read_head(columns, number, row)
             continue
         if columns.format is None:
             columns.format = _format_of(columns, list(row), JSON_FORMATS, "keys")
         form = columns.format
-        if unknown := set(row) - {*form.needed, *form.others}:
+        if unknown := set(row) - {*form.columns}:
             raise columns.error(
                 number,
                 f"unknown keys {', '.join(sorted(unknown))[:80]}; {form.name} has "
-                f"{', '.join((*form.needed, *form.others))}",
+                f"{', '.join(form.columns)}",
             )
         columns.add(number, row)
 
@@ -343,7 +309,7 @@ def _read_head(columns: _Columns, number: int, row: Mapping[str, Any]) -> None:
             f"version of the recording is {version!r:.60}; known are {known}. "
             "Record it anew, or read it with the echo-sgl that wrote it",
         )
-    columns.format = JSON_FORMATS[1]
+    columns.format = RECORDING
     columns.block_tokens = columns._tokens(number, "block_tokens", row.get("block_tokens"))
     if not columns.block_tokens:
         raise columns.error(number, "block_tokens is 0; a block holds at least one token")
@@ -366,18 +332,16 @@ def _format_of(
         if set(form.needed) <= set(names):
             return form
     found = ", ".join(names)[:200] or "none"
-    raise columns.error(1, f"the {what} are {found}; known formats are {_known()}")
+    raise columns.error(1, f"the {what} are {found}; known formats are {known_formats()}")
 
 
-def _known() -> str:
-    forms = (*CSV_FORMATS, *JSON_FORMATS)
-    return "; ".join(f"{form.name} ({', '.join(form.needed)})" for form in forms)
+def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
 
 
-def _open(path: Path) -> io.TextIOBase:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+def _begins_as_json(file: io.BufferedReader | gzip.GzipFile) -> bool:
+    """Whether the first that is no space begins an object or an array; no name of a column does."""
+    return file.peek(SNIFFED_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in {b"{", b"["}
 
 
 def _seconds(at: Any, unit_s: float) -> float:

@@ -23,6 +23,11 @@ BURST_GPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log T
 MOONCAKE = """{"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
 {"timestamp": 3000, "input_length": 600, "output_length": 4, "hash_ids": [0, 2]}
 """
+BAILIAN = """{"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.1, "input_length": 20, \
+"output_length": 5, "type": "text", "turn": 1, "hash_ids": [7, 8]}
+{"chat_id": 2, "parent_chat_id": 1, "timestamp": 63.6, "input_length": 40, "output_length": 4, \
+"type": "text", "turn": 2, "hash_ids": [7, 9, 10]}
+"""
 
 
 def written(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
@@ -38,6 +43,10 @@ def written(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
         (BURST_GPT, "t.csv", "BurstGPT", [0.0, 40.0]),
         (MOONCAKE, "t.jsonl", "Mooncake", [0.0, 2.0]),
         ("t_s,context_tokens,generated_tokens\n0,3,4\n1.5,5,6\n", "t.csv", "plain", [0.0, 1.5]),
+        (BAILIAN, "t.jsonl", "Qwen-Bailian", [0.0, 2.5]),
+        (MOONCAKE, "t.ndjson", "Mooncake", [0.0, 2.0]),
+        ("\ufeff\n " + MOONCAKE, "T.JSONL", "Mooncake", [0.0, 2.0]),
+        (AZURE, "t.json.csv", "Azure", [0.0, 4.314579]),
     ],
 )
 def test_a_known_format_is_told_by_its_columns(
@@ -57,15 +66,21 @@ def test_hash_ids_are_prefixes_that_requests_share(tmp_path: Path) -> None:
     assert first.blocks[0] == second.blocks[0]
 
 
+def test_blocks_are_as_long_as_the_format_has_them(tmp_path: Path) -> None:
+    trace = read_trace_file(written(tmp_path, BAILIAN, "t.jsonl")).trace
+    assert list(trace.request(1).sizes) == [16, 16, 8]
+
+
 def test_prompts_without_hashes_are_unlike_each_other(tmp_path: Path) -> None:
     trace = read_trace_file(written(tmp_path, AZURE)).trace
     assert trace.request(0).blocks != trace.request(1).blocks
 
 
 def test_a_zipped_trace_is_unpacked(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv.gz"
-    path.write_bytes(gzip.compress(AZURE.encode()))
-    assert len(read_trace_file(path).trace) == 2
+    for name, text in (("trace.csv.gz", AZURE), ("TRACE.GZ", MOONCAKE)):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(text.encode()))
+        assert len(read_trace_file(path).trace) == 2
 
 
 def test_a_recording_has_both_classes_and_one_is_taken(tmp_path: Path) -> None:
@@ -140,7 +155,7 @@ def test_empty_and_blank_lines_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "later"),
-    [("-1e308", "1e308", "inf"), ("0", "1e300", r"1e\+300"), ("1700000000", "1.7e12", "1.6983e")],
+    [("-1e308", "0", r"1e\+308"), ("0", "1e9", r"1e\+09"), ("5", "1700000000", r"1.7e\+09")],
 )
 def test_a_time_years_after_the_first_is_refused_by_its_line(
     tmp_path: Path, first: str, second: str, later: str
@@ -148,6 +163,20 @@ def test_a_time_years_after_the_first_is_refused_by_its_line(
     text = f"t_s,context_tokens,generated_tokens\n{first},5,5\n{second},5,5\n"
     with pytest.raises(TraceFileError, match=f"line 3: t_s is {later}.* at most 366 days"):
         read_trace_file(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("at", ["1700000000000", "1.7e15", "20240510101112", "1e308"])
+def test_a_time_that_is_not_in_seconds_is_refused_by_its_line(tmp_path: Path, at: str) -> None:
+    """Milliseconds since 1970 would be a trace that takes 1,000 times as long."""
+    text = f"t_s,context_tokens,generated_tokens\n{at},5,5\n"
+    with pytest.raises(TraceFileError, match=f"line 2: t_s is '{at}'.* seconds, .* year 9999"):
+        read_trace_file(written(tmp_path, text))
+
+
+def test_milliseconds_since_1970_are_read_where_a_format_has_them(tmp_path: Path) -> None:
+    rows = ({"timestamp": 1.7e12 + at, "input_length": 5, "output_length": 5} for at in (0, 2000))
+    path = written(tmp_path, "\n".join(map(json.dumps, rows)), "t.jsonl")
+    assert list(read_trace_file(path).trace.at_s) == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +228,14 @@ def test_a_gap_of_hours_is_told_with_its_line(tmp_path: Path) -> None:
     text = "t_s,context_tokens,generated_tokens\n0,5,5\n10800,5,5\n"
     read = read_trace_file(written(tmp_path, text))
     assert read.warnings == ("line 3: nothing came for 3.0 h before it",)
+
+
+def test_of_many_gaps_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    text = "t_s,context_tokens,generated_tokens\n"
+    text += "".join(f"{5000 * i},5,5\n" for i in range(101))
+    warnings = read_trace_file(written(tmp_path, text)).warnings
+    assert len(warnings) == 6
+    assert warnings[-1] == "95 more gaps of over an hour"
 
 
 CLOCKS = {
