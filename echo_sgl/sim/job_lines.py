@@ -7,11 +7,10 @@ import json
 import sys
 from array import array
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from echo_sgl.batches.lines import EMBEDDINGS_URL, answer_limits
+from echo_sgl.batches.lines import EMBEDDINGS_URL, URLS, answer_limits
 from echo_sgl.sim.trace_files import MAX_TOKENS, TraceFileError
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
@@ -25,25 +24,27 @@ def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> 
     """The lines of an OpenAI batch file, all there at `at_s`.
 
     A text is taken to have `CHARS_PER_TOKEN` characters a token, token ids are counted, images
-    take none; prompts that begin alike share their whole blocks. A line with several prompts is
-    planned as one that holds them all, one that asks for `n` answers as so many. Answers are as
-    long as a line allows, or `output_tokens` where that is above 0 and less; what a line allows is
-    planned with in both cases. A line that allows 0 tokens generates nothing, nor does an
-    embedding; each counts as an answer of 1 token, which is the step that computes it.
+    take none; prompts that begin alike share their whole blocks. A line is as many requests as it
+    has prompts, and `n` times that where it asks for so many answers. Answers are as long as a
+    line allows, or `output_tokens` where that is above 0 and less; what a line allows is planned
+    with in both cases. A line that allows 0 tokens generates nothing, nor does an embedding; each
+    counts as an answer of 1 token, which is the step that computes it.
 
     Errors: `TraceFileError` names the line.
     """
-    blocks, prompts, outputs, allowed = [], array("q"), array("q"), array("q")
+    blocks: list[array[int]] = []
+    prompts, outputs, allowed = array("q"), array("q"), array("q")
     for number, line in _lines(path):
         row = _row(path, number, line)
-        text, num_answers = _text(path, number, row["body"]), _num_answers(path, number, row)
-        most = _most_tokens(path, number, row)
-        prompts.extend([-(-len(text) // CHARS_PER_TOKEN)] * num_answers)
-        blocks += [hashed_blocks(text)] * num_answers
-        allowed.extend([most] * num_answers)
-        outputs.extend([min(most, output_tokens) if output_tokens else most] * num_answers)
-        if len(blocks) > MAX_JOB_LINES:
+        texts, num_answers = _texts(path, number, row["body"]), _num_answers(path, number, row)
+        most, num = _most_tokens(path, number, row), len(texts) * num_answers
+        if len(blocks) + num > MAX_JOB_LINES:
             raise TraceFileError(f"jobs {path} asks for more than {MAX_JOB_LINES:,} answers")
+        for text in texts:
+            prompts.extend([-(-len(text) // CHARS_PER_TOKEN)] * num_answers)
+            blocks += [hashed_blocks(text)] * num_answers
+        allowed.extend([most] * num)
+        outputs.extend([min(most, output_tokens) if output_tokens else most] * num)
     if not blocks:
         raise TraceFileError(f"jobs {path} holds no line")
     return Trace(
@@ -89,29 +90,47 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
             f"jobs {path}, line {number} has no body; a line is an OpenAI batch request: "
             '{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}'
         )
+    if "url" in row and row["url"] not in URLS:
+        raise TraceFileError(
+            f"jobs {path}, line {number}: url is {row['url']!r:.60}; allowed are {', '.join(URLS)}"
+        )
     return row
 
 
-def _text(path: Path, number: int, body: dict[str, Any]) -> str:
-    """What takes tokens in a prompt; at least one character, as no prompt has no token."""
-    given = [body.get(name) for name in ("prompt", "input", "messages")]
-    messages = given[2] if isinstance(given[2], list) else []
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    text = "\n".join(filter(None, map(_written, [*given[:2], *contents])))
-    if not text and not any(isinstance(one, list) and one for one in given):
-        raise TraceFileError(
-            f"jobs {path}, line {number}: nothing in body.messages, body.prompt or body.input; "
-            "one of them must hold the prompt"
-        )
-    return text or " "
+def _texts(path: Path, number: int, body: dict[str, Any]) -> list[str]:
+    """What takes tokens in each prompt; at least one character, as no prompt has no token."""
+    messages = body.get("messages")
+    if isinstance(messages, list) and messages:
+        return [_chat(body) or " "]
+    for given in (body.get("prompt"), body.get("input")):
+        if isinstance(given, str) and given:
+            return [given]
+        if isinstance(given, list) and given:
+            # Token ids are one prompt, all else one each.
+            prompts = [given] if type(given[0]) is int else given
+            return [_written(one) or " " for one in prompts]
+    raise TraceFileError(
+        f"jobs {path}, line {number}: nothing in body.messages, body.prompt or body.input; "
+        "one of them must hold the prompt"
+    )
+
+
+def _chat(body: dict[str, Any]) -> str:
+    """Tools and turns, as a chat template writes them."""
+    parts = [_as_json(body.get("tools"))]
+    for message in body["messages"]:
+        if isinstance(message, dict):
+            parts += [_written(message.get("content")), _as_json(message.get("tool_calls"))]
+    return "\n".join(filter(None, parts))
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if value else ""
 
 
 def _written(value: object) -> str:
-    """A string as it is, a list of strings, parts or token ids (or of lists of ids) as one."""
-    if not isinstance(value, list):
-        return value if isinstance(value, str) else ""
-    flat = chain.from_iterable(one if isinstance(one, list) else [one] for one in value)
-    return "".join(map(_piece, flat))
+    """A text as it is, parts of one and token ids as one."""
+    return "".join(map(_piece, value if isinstance(value, list) else [value]))
 
 
 def _piece(value: object) -> str:

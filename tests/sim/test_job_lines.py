@@ -64,6 +64,11 @@ def test_a_block_is_named_by_all_that_comes_before_it() -> None:
     [
         ("{", "line 1 is not JSON"),
         ("{}", "line 1 has no body"),
+        (
+            json.dumps({"url": "/v1/responses", "body": {"input": "a"}}),
+            "line 1: url is '/v1/responses'; allowed are /v1/chat/completions, ",
+        ),
+        (json.dumps({"url": None, "body": {"input": "a"}}), "line 1: url is None; allowed are"),
         (job_line(""), "line 1: nothing in body.messages, body.prompt or body.input"),
         (job_line("a", n=0), "line 1: n is 0; it must be a whole number from 1 to"),
         (job_line("a", n=True), "line 1: n is True"),
@@ -133,22 +138,46 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 @pytest.mark.parametrize(
     ("line", "tokens"),
     [
-        (job_line(["a" * 40, "b" * 40]), 20),
-        (json.dumps({"body": {"input": ["a" * 40, "b" * 40]}}), 20),
-        (json.dumps({"body": {"input": [{"text": "a" * 40}, {"image": "AAAA"}]}}), 10),
-        (job_line([1, 2, 128_000]), 3),
-        (job_line([[1, 2], [3]]), 3),
-        (chat_line([{"type": "text", "text": "a" * 40}, IMAGE]), 10),
-        (chat_line([IMAGE]), 1),
-        (chat_line(""), 1),
-        (chat_line(None), 1),
-        (chat_line("a" * 40, ""), 10),
+        (job_line(["a" * 40, "b" * 44]), [10, 11]),
+        (json.dumps({"body": {"input": ["a" * 40, "b" * 44]}}), [10, 11]),
+        (json.dumps({"body": {"input": [{"text": "a" * 40}, {"image": "AAAA"}]}}), [10, 1]),
+        (job_line([1, 2, 128_000]), [3]),
+        (job_line([[1, 2], [3]]), [2, 1]),
+        (job_line(["", "a" * 40]), [1, 10]),
+        (chat_line([{"type": "text", "text": "a" * 40}, IMAGE]), [10]),
+        (chat_line([IMAGE]), [1]),
+        (chat_line(""), [1]),
+        (chat_line(None), [1]),
+        (chat_line("a" * 40, ""), [10]),
     ],
 )
-def test_every_form_of_a_prompt_is_planned(tmp_path: Path, line: str, tokens: int) -> None:
+def test_every_form_of_a_prompt_is_planned(tmp_path: Path, line: str, tokens: list[int]) -> None:
     trace = read_job_lines(written(tmp_path, line))
-    assert list(trace.prompt_tokens) == [tokens]
-    assert sum(trace.request(0).sizes) == tokens
+    assert list(trace.prompt_tokens) == tokens
+    assert [sum(trace.request(number).sizes) for number in range(len(trace))] == tokens
+
+
+def test_a_line_of_several_prompts_is_as_many_requests_for_each_answer(tmp_path: Path) -> None:
+    trace = read_job_lines(written(tmp_path, job_line(["p" * 40, "q" * 80], n=2, max_tokens=5)))
+    assert list(trace.prompt_tokens) == [10, 10, 20, 20]
+    assert list(trace.output_tokens) == [5, 5, 5, 5]
+
+
+def test_tools_stand_before_the_turns_and_their_calls_among_them(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * 4000}}
+    call = {"type": "function", "function": {"name": "f", "arguments": "x" * 400}}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    bodies: list[dict[str, object]] = [
+        {"messages": turns, "tools": [tool]},
+        {"messages": turns[:1], "tools": [tool]},
+        {"messages": turns[:1], "tools": None},
+    ]
+    path = written(tmp_path, *(json.dumps({"body": body}) for body in bodies))
+    trace = read_job_lines(path)
+    both, with_tools, without = trace.prompt_tokens
+    assert both > with_tools + 100 and with_tools > 1000 and without == 1
+    first, second = (trace.request(number).blocks for number in (0, 1))
+    assert first[:15] == second[:15]
 
 
 def test_token_ids_that_begin_alike_share_their_whole_blocks(tmp_path: Path) -> None:
