@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from echo_sgl.estimators.budget import Target
 from echo_sgl.estimators.floor import slo_floor
 from echo_sgl.sim.instances import instance_shares, line_share
@@ -296,15 +298,11 @@ def binding_limit(
         return f"KV memory: requests for which a pool of {config.kv_tokens:,} tokens has no room"
     # What the cache held need not be computed, however slow the device.
     computed_share = 1 - results.online_cached_tokens / max(1, results.online_prompt_tokens)
-    median_tokens = max(1, round(statistics.median(trace.prompt_tokens) * computed_share))
-    floor = slo_floor(
-        config.device, prompt_tokens=median_tokens, chunk_tokens=config.chunked_prefill_tokens
-    )
-    for target in targets:
-        least_s = floor.ttft_s if target.metric == "ttft" else floor.tpot_s
-        if target.name in broken and least_s > target.limit_s:
+    for target in (one for one in targets if one.name in broken):
+        new_tokens = max(1, round(_prompt_tokens(trace, target.statistic) * computed_share))
+        if (least_s := _alone_s(config, new_tokens, target.metric)) > target.limit_s:
             return (
-                f"the device: a request of {median_tokens} new tokens alone has a {target.metric} "
+                f"the device: a request of {new_tokens} new tokens alone has a {target.metric} "
                 f"of {least_s:.3g} s, above the {target.limit_s:g} s of {target.name}"
             )
     if results.num_memory_waits > SHORT_OF_KV_SHARE * results.num_steps:
@@ -319,6 +317,24 @@ def binding_limit(
         f"computing time: steps ran {busy:.0%} of the time, up to {results.longest_queue} "
         f"requests waited; broken are {', '.join(broken)}"
     )
+
+
+def _prompt_tokens(trace: Trace, statistic: str) -> float:
+    """The same statistic of the prompts: who waits for nobody is as late as its prompt is long."""
+    if statistic == "mean":
+        return statistics.fmean(trace.prompt_tokens)
+    share = float(statistic[1:])
+    return float(np.percentile(np.asarray(trace.prompt_tokens), share, method="lower"))
+
+
+def _alone_s(config: ServerConfig, prompt_tokens: int, metric: str) -> float:
+    floor = slo_floor(
+        config.device,
+        prompt_tokens=prompt_tokens,
+        chunk_tokens=config.chunked_prefill_tokens,
+        host=config.host,
+    )
+    return floor.ttft_s if metric == "ttft" else floor.tpot_s
 
 
 def sized(devices: Mapping[str, ServerConfig], resource: Resource) -> ServerConfig:

@@ -261,6 +261,18 @@ def test_what_binds_is_said_when_nothing_keeps_the_slo(files: dict[str, str]) ->
     assert "above the 0.005 s of tpot_p99" in err
 
 
+def test_long_prompts_that_break_a_percentile_alone_are_blamed_on_the_device(
+    files: dict[str, str],
+) -> None:
+    """More servers would be bought in vain: 2 of 100 take longer alone than is promised."""
+    rows = (f"{i},{30_000 if i % 50 == 7 else 100},10\n" for i in range(250))
+    Path(files["trace.csv"]).write_text("t_s,context_tokens,generated_tokens\n" + "".join(rows))
+    sizes = ("--kv-tokens", "100000", "--instances", "4")
+    _, _, err = run(files, *sizes, slo="ttft_p99=500ms")
+    assert "What binds: the device: a request of 30000 new tokens alone has a ttft of" in err
+    assert run(files, *sizes, slo="ttft_p90=500ms")[0] == 0
+
+
 def test_too_little_computing_time_is_told_from_too_little_memory(files: dict[str, str]) -> None:
     code, _, err = run(files, "--kv-tokens", "1000000", slo="ttft_p99=60ms")
     assert code == 1
