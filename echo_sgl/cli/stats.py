@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -41,11 +41,15 @@ class ScrapeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the server: since its start, and over the last interval when watching."""
+    """One look at the server: since its start, and over the last interval when watching.
+
+    `trouble` says why the server gave no new figures; they are the last ones then.
+    """
 
     total: dict[Task, TaskFigures]
     recent: dict[Task, TaskFigures] | None = None
     interval_s: float = math.nan
+    trouble: str = ""
 
     def as_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {task: _figures_json(self.total[task]) for task in self.total}
@@ -143,15 +147,24 @@ def _refusal(address: str, reply: httpx.Response) -> str:
 
 
 def readings(url: str, every_s: float) -> Iterator[Reading]:
-    """Look at the server again and again; each reading but the first has its last interval."""
+    """Look at the server again and again; each reading but the first has its last interval.
+
+    While the server is away, as when it is started anew, its last figures with the trouble.
+    """
     before, before_s = scrape(url), time.monotonic()
-    yield Reading(before)
+    last = Reading(before)
+    yield last
     while True:
         time.sleep(every_s)
-        now, now_s = scrape(url), time.monotonic()
+        try:
+            now, now_s = scrape(url), time.monotonic()
+        except ScrapeError as error:
+            yield replace(last, trouble=str(error))
+            continue
         recent = {task: now[task].since(before[task]) for task in now if task in before}
-        yield Reading(now, recent, now_s - before_s)
+        last = Reading(now, recent, now_s - before_s)
         before, before_s = now, now_s
+        yield last
 
 
 def make_table(reading: Reading) -> Table:
@@ -165,6 +178,8 @@ def make_table(reading: Reading) -> Table:
         for task, figures in reading.recent.items():
             table.add_column(f"{task}, last")
             columns.append(_cells(figures, reading.interval_s))
+    if reading.trouble:
+        table.caption = f"old figures: {reading.trouble}"
     for column in table.columns[1:]:
         column.justify = "right"
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
@@ -186,7 +201,10 @@ def _print_one(url: str, as_json: bool) -> None:
 def _watch(url: str, as_json: bool, every_s: float) -> None:
     if as_json:
         for reading in readings(url, every_s):
-            _print_json(reading)
+            if reading.trouble:
+                typer.echo(f"echo-sgl: {reading.trouble}", err=True)
+            else:
+                _print_json(reading)
         return
     from rich.live import Live
 

@@ -1,4 +1,4 @@
-"""`echo-sgl stats` against real servers."""
+"""`echo-sgl stats` against real servers, and while one is away."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import signal
 
 import orjson
 import pytest
+from rich.console import Console
 
+from echo_sgl.cli.stats import make_table, readings
 from echo_sgl.policies.eviction_order import Worth
+from echo_sgl.types import Task
 from eval.server import LOCAL, Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
+from tests.cli.metrics_page import metrics_page, serving
 
 
 def complete(server: Server, prompt: str, **body: object) -> None:
@@ -80,3 +84,36 @@ def test_a_server_that_is_not_there_is_named() -> None:
     result = run_cli("stats", "--url", url)
     assert result.returncode == 1
     assert url in result.stderr
+
+
+def test_watching_goes_on_when_a_server_that_went_away_is_back() -> None:
+    with serving(metrics_page()) as page:
+        seen = readings(page.url, every_s=0.01)
+        assert next(seen).trouble == ""
+        page.text = None
+        away = next(seen)
+        assert "503" in away.trouble and away.total[Task.ONLINE].requests["finished"] == 10
+        console = Console(width=200)
+        with console.capture() as shown:
+            console.print(make_table(away))
+        assert "old figures: " in shown.get()
+        page.text = metrics_page(requests=14)
+        back = next(seen)
+        assert back.trouble == "" and back.recent is not None
+        assert back.recent[Task.ONLINE].requests["finished"] == 4
+
+
+def test_watched_json_holds_no_figures_of_a_server_that_is_away(cli: StartCli) -> None:
+    with serving(metrics_page()) as page:
+        process = cli("stats", "--url", page.url, "--watch", "--every", "0.1", "--json")
+        assert process.stdout is not None and process.stderr is not None
+        assert "recent" not in orjson.loads(process.stdout.readline())
+        page.text = None
+        assert "answers 503" in process.stderr.readline()
+        page.text = metrics_page(requests=14)
+        finished = 0.0
+        while finished < 4:
+            recent = orjson.loads(process.stdout.readline())["recent"]
+            finished += recent["online"]["requests"]["finished"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
