@@ -30,6 +30,7 @@ from echo_sgl.batches.lines import COMPLETIONS_URL
 from echo_sgl.batches.store.database import DATABASE_NAME
 from echo_sgl.config import BatchesConfig
 from eval.machine import provenance
+from eval.options import count
 from eval.server import free_port
 from eval.stub_server import MODEL, serve
 
@@ -143,8 +144,8 @@ class Victim:
 def main(argv: list[str]) -> None:
     """Run the rounds, print the table, write the results."""
     parser = argparse.ArgumentParser(prog="python -m eval.crash", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--lines", type=int, default=300, help="of each job")
+    parser.add_argument("--rounds", type=count, default=200)
+    parser.add_argument("--lines", type=count, default=300, help="of each job")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS_DIR)
     given = parser.parse_args(argv)

@@ -30,6 +30,7 @@ from eval.fuzz_clients import Clients
 from eval.fuzz_requests import ADAPTERS, MODEL
 from eval.machine import device_args
 from eval.models import demo_model
+from eval.options import positive
 from eval.server import ServerStartError, running_server
 from eval.soak import ROOT, STRICT, check_nothing_is_held
 
@@ -164,10 +165,10 @@ def _told(error: BaseException) -> str:
 def main(argv: list[str]) -> int:
     """Rounds until the time is over; a round's server and requests follow from seed and number."""
     parser = argparse.ArgumentParser(prog="python -m eval.fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=positive, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--round", type=int, help="this one only")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of requests in each round")
+    parser.add_argument("--seconds", type=positive, default=20.0, help="of requests in each round")
     options = parser.parse_args(argv)
     console, num_broken = Console(width=200), 0
     until_s, number = time.monotonic() + 60 * options.minutes, options.round or 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ def check_options(options: Any) -> None:
         if low is not None and not value >= low:
             raise ValueError(f"{flag(item.name)} is {value!r}; it must be {low} or more")
     name = options.name
-    if name and (not re.fullmatch(r"[\w.-]+", name) or not name.strip(".")):
+    if name and not _is_folder_name(name):
         raise ValueError(f"--name is {name!r}; it names one folder: letters, digits, _.-")
 
 
@@ -43,6 +44,32 @@ def add_arguments(
             how = {"action": argparse.BooleanOptionalAction}
         default = (defaults or {}).get(item.name, item.default)
         parser.add_argument(flag(item.name), default=default, help=item.metadata["help"], **how)
+
+
+def positive(text: str) -> float:
+    """An argument that is a number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def count(text: str) -> int:
+    """An argument that is a whole number from 1 up."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return value
+
+
+def folder_name(text: str) -> str:
+    """An argument that names a folder of results."""
+    if not _is_folder_name(text):
+        raise argparse.ArgumentTypeError(f"{text!r} does not name one folder: letters, digits, _.-")
+    return text
+
+
+def _is_folder_name(text: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+", text) and text.strip("."))
 
 
 def flag(name: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from rich.table import Table
 from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.kv_demand import KvDemandPredictor, create_kv_demand
 from eval.machine import provenance
+from eval.options import folder_name, positive
 from eval.workloads import WorkloadError, find_data
 from eval.workloads.traces import Arrival, read_trace
 
@@ -218,9 +218,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.reserve_coverage")
     add = parser.add_argument
     add("--trace", nargs="+", default=TRACES, help="CSV or Mooncake .jsonl: path or data set name")
-    add("--name", type=_folder_name, default="reserve-coverage", help="folder in eval/results/")
-    add("--prefill-tokens-per-s", type=_positive, default=20_000.0, help="speed of prefill")
-    add("--tpot-ms", type=_positive, default=30.0, help="time per generated token")
+    add("--name", type=folder_name, default="reserve-coverage", help="folder in eval/results/")
+    add("--prefill-tokens-per-s", type=positive, default=20_000.0, help="speed of prefill")
+    add("--tpot-ms", type=positive, default=30.0, help="time per generated token")
     command = f"python -m eval.reserve_coverage {shlex.join(argv)}".strip()
     try:
         run(parser.parse_args(argv), command=command)
@@ -241,19 +241,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*_cells(row))
     return table
-
-
-def _folder_name(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+", text) or not text.strip("."):
-        raise argparse.ArgumentTypeError(f"{text!r} does not name one folder: letters, digits, _.-")
-    return text
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
 
 
 if __name__ == "__main__":

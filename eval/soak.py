@@ -31,6 +31,7 @@ from rich.console import Console
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 from eval.machine import device_args, provenance
 from eval.models import demo_model
+from eval.options import folder_name, positive
 from eval.server import LOCAL, Server, running_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,10 +159,10 @@ def _held(server: Server) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """Run the load, check the server, write `eval/results/<name>/summary.json`."""
     parser = argparse.ArgumentParser(prog="python -m eval.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=positive, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", default="echo")
-    parser.add_argument("--name", default="soak")
+    parser.add_argument("--name", type=folder_name, default="soak")
     parser.add_argument("--server-args", default="", help="more of `sglang serve`, as one string")
     options = parser.parse_args(argv)
     log_path = ROOT / "build" / "logs" / f"{options.name}.log"

@@ -41,6 +41,7 @@ from echo_sgl.types import OFFLINE_SERVICE_TIER
 from eval.corun import RESULTS_DIR
 from eval.machine import device_args
 from eval.models import find_model
+from eval.options import count, folder_name, positive
 from eval.server import Server, running_server
 from eval.step_samples import CALIBRATION, LIVE, SAMPLES_DIR, read_steps, write_steps
 
@@ -238,11 +239,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.step_times", description=__doc__)
     parser.add_argument("--sizes", default="tiny,small,base")
     parser.add_argument("--server-args", default=SERVER_ARGS)
-    parser.add_argument("--calibrate-s", type=float, default=60.0)
-    parser.add_argument("--live-s", type=float, default=45.0)
-    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--calibrate-s", type=positive, default=60.0)
+    parser.add_argument("--live-s", type=positive, default=45.0)
+    parser.add_argument("--clients", type=count, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="step-times")
+    parser.add_argument("--name", type=folder_name, default="step-times")
     parser.add_argument(
         "--threads",
         type=int,

@@ -35,6 +35,7 @@ from eval.corun_phases import empty_cache
 from eval.demo import DEMO_MODEL_ARGS
 from eval.machine import device_args, provenance
 from eval.models import demo_model
+from eval.options import count
 from eval.postgres import MISSING, binaries, running_postgres
 from eval.router import probe, running_router, version_of
 from eval.server import LOCAL, Server, start_server, stop_server, wait_ready
@@ -132,8 +133,8 @@ class Fleet:
 def main(argv: list[str]) -> None:
     """Run the arms, write and print the results."""
     parser = argparse.ArgumentParser(prog="python -m eval.two_servers", description=__doc__)
-    parser.add_argument("--documents", type=int, default=12)
-    parser.add_argument("--questions", type=int, default=20, help="about each document")
+    parser.add_argument("--documents", type=count, default=12)
+    parser.add_argument("--questions", type=count, default=20, help="about each document")
     parser.add_argument("--router", type=Path, metavar="PYTHON")
     parser.add_argument("--output", type=Path, default=RESULTS_DIR)
     given = parser.parse_args(argv)
