@@ -204,7 +204,11 @@ class _Columns:
                 number,
                 f"{key} has {len(value)} entries; {prompt} tokens are {wanted} blocks of {size}",
             )
-        self.blocks.append(array("q", value))
+        blocks = array("q", value)
+        if rest := prompt % size:
+            # An id stands for so many tokens: who has more of the block has another one.
+            blocks[-1] = hash((blocks[-1], rest)) % MAX_BLOCK_ID
+        self.blocks.append(blocks)
 
     def _task(self, number: int, row: Mapping[str, Any]) -> Task:
         """The class of a row; a row that names none is of the class that is read."""

@@ -111,7 +111,8 @@ def test_a_recording_is_a_trace_that_plan_reads(url: str, tmp_path: Path) -> Non
     online = read_trace_file(output).trace
     assert list(online.at_s) == pytest.approx([0.0, 0.5])
     assert list(online.prompt_tokens) == [64, 70]
-    assert [list(online.request(number).blocks) for number in (0, 1)] == [[1], [1, 2]]
+    first, second = (list(online.request(number).blocks) for number in (0, 1))
+    assert first == second[:1] == [1] and len(second) == 2
     assert list(read_trace_file(output, task=Task.OFFLINE).trace.prompt_tokens) == [30]
     ids = {question["recording"][0] for question in Handler.questions}
     assert len(ids) == 1

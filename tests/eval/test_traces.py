@@ -67,8 +67,8 @@ def test_the_first_request_comes_at_0_and_blank_lines_do_not_count(tmp_path: Pat
 
 def test_mooncake_traces_can_be_replayed_too(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 1500, "input_length": 7, "output_length": 9, "hash_ids": [3]}')
-    assert read_trace(path) == [Arrival(0.0, 7, 9, (3,), 512)]
+    path.write_text('{"timestamp": 1500, "input_length": 512, "output_length": 9, "hash_ids": [3]}')
+    assert read_trace(path) == [Arrival(0.0, 512, 9, (3,), 512)]
 
 
 def test_what_prompts_share_is_scaled_with_them_and_of_its_own_each_time() -> None:

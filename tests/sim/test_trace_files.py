@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from echo_sgl.sim.server import simulate
 from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
 from echo_sgl.types import Task
+from tests.sim.workloads import server
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -61,9 +63,23 @@ def test_a_known_format_is_told_by_its_columns(
 def test_hash_ids_are_prefixes_that_requests_share(tmp_path: Path) -> None:
     trace = read_trace_file(written(tmp_path, MOONCAKE, "t.jsonl")).trace
     first, second = trace.request(0), trace.request(1)
-    assert list(first.blocks) == [0, 1]
     assert list(first.sizes) == [512, 188]
-    assert first.blocks[0] == second.blocks[0]
+    assert first.blocks[0] == second.blocks[0] == 0
+    assert first.blocks[1] != second.blocks[1]
+
+
+def test_a_block_of_which_prompts_have_unlike_shares_is_not_shared(tmp_path: Path) -> None:
+    """Else a simulated pool would count it with the size of who came first."""
+    prompts = (700, 1024, 700)
+    rows = (
+        {"timestamp": 60_000 * i, "input_length": tokens, "output_length": 2, "hash_ids": [0, 1]}
+        for i, tokens in enumerate(prompts)
+    )
+    path = written(tmp_path, "\n".join(map(json.dumps, rows)), "t.jsonl")
+    trace = read_trace_file(path).trace
+    results = simulate(server(), trace)
+    assert results.online_prompt_tokens == sum(prompts)
+    assert results.online_cached_tokens == 512 + 699
 
 
 def test_blocks_are_as_long_as_the_format_has_them(tmp_path: Path) -> None:
