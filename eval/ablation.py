@@ -30,7 +30,13 @@ from rich.console import Console
 from eval.ablation_arms import with_promises
 from eval.ablation_budget import find_arm_budget, wants_budget
 from eval.ablation_figures import ceiling_figures, reference_figures, run_figures, summarise
-from eval.ablation_load import build_mix, calibration_requests, calibration_window, in_flight
+from eval.ablation_load import (
+    build_mix,
+    calibration_requests,
+    calibration_window,
+    check_inputs,
+    in_flight,
+)
 from eval.ablation_options import AblationOptions, parse_options
 from eval.ablation_phases import PHASES, ArmRun, run_arm, run_reference
 from eval.ablation_report import summary_markdown
@@ -114,6 +120,7 @@ class Ablation:
     def run(self) -> None:
         """Measure what the store does not hold; an arm that fails is noted and passed over."""
         _console.log(f"about {self.options.estimate_s() / 60:.0f} minutes at most")
+        check_inputs(self.options, self._tokenizer)
         end = self.options.repetitions + 1
         self.store.refuse_mixing(self._arms, range(1, end), provenance())
         for first in range(1, end, self.options.rounds):

@@ -74,6 +74,16 @@ def calibration_window(options: AblationOptions) -> int:
     return options.calibration_window or 2 * options.max_running_requests or 256
 
 
+def check_inputs(options: AblationOptions, tokenizer: Tokenizer) -> None:
+    """Before a server is started: are trace and job there, and what they should be?
+
+    Errors: `WorkloadError`.
+    """
+    next(_requests(options))
+    if options.job_name:
+        _job(options, tokenizer, saturation_rps=0.0)
+
+
 def build_mix(options: AblationOptions, tokenizer: Tokenizer, saturation_rps: float) -> Mix:
     """Both loads; online requests come at a share of the saturation or at a rate on average.
 

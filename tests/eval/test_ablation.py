@@ -12,7 +12,7 @@ import pytest
 
 from echo_sgl.config import load_config, parse_config, resolve_config_path
 from echo_sgl.types import Task, task_of_service_tier
-from eval.ablation import in_order
+from eval.ablation import Ablation, in_order
 from eval.ablation_arms import (
     ABLATION_ARMS,
     ERRORS,
@@ -231,6 +231,31 @@ def test_what_the_prompts_of_a_trace_share_is_shared_where_it_is_measured(
                   for one in calibration_requests(options, tokenizer)]  # fmt: skip
     assert calibrated[10].startswith(calibrated[0]), "the server saturates where these hit"
     assert not calibrated[80].startswith(calibrated[0]), "the trace again finds nothing of itself"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "problem"),
+    [
+        ({"trace": "nowhere.csv"}, "there is no file nowhere.csv"),
+        ({"job": "nowhere.jsonl"}, "nowhere.jsonl cannot be read"),
+        ({"job": "nowhere"}, "there is no file nowhere.prefixes.jsonl.gz"),
+        ({"job": "job.jsonl"}, "url is '/v1/embeddings'; allowed are"),
+    ],
+)
+def test_bad_inputs_end_a_run_before_a_server_starts_and_leave_its_folder_free(
+    inputs: Tree, problem: str, trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eval.ablation.start_server", lambda *_, **__: pytest.fail("started"))
+    line = {"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "x"}}
+    Path("job.jsonl").write_bytes(orjson.dumps(line))
+    bad, good = (
+        AblationOptions(model="tiny", arms="stock", **{"trace": trace, "job": "stdlib", **more})
+        for more in (inputs, {})
+    )
+    with pytest.raises(WorkloadError, match=problem):
+        Ablation(bad, "", results_dir=tmp_path).run()
+    Ablation(good, "", results_dir=tmp_path)
 
 
 def test_llm_d_sends_three_jobs_of_different_windows_at_once(tiny_model: Path) -> None:
