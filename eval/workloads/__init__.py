@@ -24,7 +24,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     Errors: `WorkloadError` when the file cannot be read as UTF-8 text.
     """
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        opened = gzip.open if path.suffix.lower() == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             yield from enumerate(file, start=1)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path} cannot be read: {error}") from error

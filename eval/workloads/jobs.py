@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from echo_sgl.batches.lines import whole_number
 from eval.workloads import WorkloadError, find_data, read_lines
 from eval.workloads.prompts import Tokenizer, part_of_tokens
 
@@ -107,7 +108,7 @@ def limit_answers(lines: Sequence[BatchLine], max_tokens: int) -> list[BatchLine
 def _limited(body: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     """By the name that it has already: of two, SGLang goes by the newer one."""
     names = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    own = {name: min(max_tokens, body[name]) for name in names}
+    own = {name: min(max_tokens, whole_number(body[name]) or max_tokens) for name in names}
     return {**body, **(own or {"max_tokens": max_tokens})}
 
 

@@ -88,6 +88,13 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, bad: bytes, said:
     assert said in str(caught.value) and isinstance(caught.value, EchoError)
 
 
+def test_a_job_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    text = b"\xef\xbb\xbf" + orjson.dumps(batch_line("q-1", {"model": "m", "prompt": "x"}))
+    for name, data in (("job.jsonl", text), ("job.jsonl.GZ", gzip.compress(text))):
+        (tmp_path / name).write_bytes(data)
+        assert [line["custom_id"] for line in read_job(tmp_path / name)] == ["q-1"]
+
+
 def test_an_empty_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.jsonl").write_text("\n")
     with pytest.raises(WorkloadError, match="holds no line"):
@@ -172,6 +179,12 @@ def test_answers_are_limited_and_never_lengthened() -> None:
              batch_line("c", {})]  # fmt: skip
     assert [line["body"]["max_tokens"] for line in limit_answers(lines, 10)] == [5, 10, 10]
     assert limit_answers(lines, 0) == lines
+
+
+@pytest.mark.parametrize(("given", "limited"), [("7", 7), (12.0, 10), ("many", 10)])
+def test_a_limit_is_read_as_the_server_reads_it(given: object, limited: int) -> None:
+    line = batch_line("q-1", {"model": "m", "prompt": "x", "max_tokens": given})
+    assert limit_answers([line], 10)[0]["body"]["max_tokens"] == limited
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
