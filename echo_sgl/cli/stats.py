@@ -64,7 +64,7 @@ def stats(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line a look.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until interrupted.")] = False,
     every: Annotated[
-        float, typer.Option(help="With --watch: seconds between two looks.", min=0.1)
+        float, typer.Option(help="With --watch: seconds between two looks.", min=0.1, max=86_400)
     ] = 2.0,
 ) -> None:
     """Print requests, tokens, cache hit rate and latency per task class.

@@ -32,7 +32,9 @@ class Look:
 
 def top(
     url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:30000",
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    every: Annotated[
+        float, typer.Option(help="Seconds between two looks.", min=0.1, max=86_400)
+    ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one screen, since the server's start, and end.")
     ] = False,

@@ -7,7 +7,9 @@ import signal
 import orjson
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from echo_sgl.cli import app
 from echo_sgl.cli.stats import make_table, readings
 from echo_sgl.policies.eviction_order import Worth
 from echo_sgl.types import Task
@@ -117,3 +119,11 @@ def test_watched_json_holds_no_figures_of_a_server_that_is_away(cli: StartCli) -
             finished += recent["online"]["requests"]["finished"]
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
+
+
+@pytest.mark.parametrize("every", ["inf", "1e12", "nan", "0"])
+@pytest.mark.parametrize("command", [("stats", "--watch"), ("top",)])
+def test_a_wait_that_no_clock_can_wait_is_refused(command: tuple[str, ...], every: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--every", every])
+    assert result.exit_code == 2
+    assert "--every" in result.stderr
