@@ -88,6 +88,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     Exit code 1: no hardware that was tried keeps the SLO, or not with the offline work beside it.
     """
+    from rich.console import Console
+
     from echo_sgl.cli.budget import read_slo
     from echo_sgl.cli.plan_picture import draw_picture
     from echo_sgl.config import load_config, resolve_config_path
@@ -101,8 +103,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     prices = _prices(price_per_hour, tuple(measured))
     resources = _resources(kv_tokens, instances, tuple(measured))
     _check_reserve(echo, resources, page_tokens)
-    read = read_trace_file(trace, skip_empty=skip_empty)
-    offline = _offline_work(jobs, job_output_tokens)
+    with Console(stderr=True).status(f"reading {trace.name}"):  # ten seconds a million requests
+        read = read_trace_file(trace, skip_empty=skip_empty)
+        offline = _offline_work(jobs, job_output_tokens)
     settings = {
         "page_tokens": page_tokens,
         "max_running_requests": max_running_requests,
