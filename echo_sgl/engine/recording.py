@@ -22,6 +22,8 @@ BLOCK_TOKENS = 64
 CAPACITY = 20_000
 MAX_BLOCKS_KEPT = 1_000_000
 LISTEN_S = 120.0
+# `echo-sgl record` gives up after 300 s without an answer: so long may it come back for them.
+KEEP_S = 600.0
 COLUMNS = ("at_s", "prompt_tokens", "cached_tokens", "output_tokens", "class", "blocks")
 
 
@@ -40,7 +42,8 @@ class RecordingLog:
     """The last requests that ended, while somebody records.
 
     Requests are only counted unless somebody asked within the last `LISTEN_S` seconds, so that a
-    server that nobody records pays nothing. Bounded in requests and in blocks; the oldest go first.
+    server that nobody records pays nothing, and what was kept goes `KEEP_S` later. Bounded in
+    requests and in blocks; the oldest go first.
     Units: seconds on the step clock.
     """
 
@@ -56,6 +59,9 @@ class RecordingLog:
             return
         number, self._num_ended = self._num_ended, self._num_ended + 1
         if now_s > self._listens_until_s:
+            if now_s > self._listens_until_s + KEEP_S:
+                self._ended.clear()
+                self._num_blocks = 0
             return
         terms = terms_of(req, now_s)
         ended = _Ended(

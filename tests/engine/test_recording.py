@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from echo_sgl.engine import recording
-from echo_sgl.engine.recording import BLOCK_TOKENS, LISTEN_S, RecordingLog
+from echo_sgl.engine.recording import BLOCK_TOKENS, KEEP_S, LISTEN_S, RecordingLog
 from echo_sgl.engine.terms import RequestTerms
 from echo_sgl.policies.step_limit import Promise
 from echo_sgl.types import Task
@@ -44,6 +44,17 @@ def test_nothing_is_noted_until_somebody_asks_and_after_they_left() -> None:
     log.note_end(ended([1, 2]), 100.0 + LISTEN_S)
     log.note_end(ended([1, 2]), 101.0 + LISTEN_S)
     assert len(log.since(ONE, 0, now_s=300.0)["rows"]) == 1
+
+
+def test_what_nobody_comes_back_for_is_not_kept() -> None:
+    log = listening()
+    log.note_end(ended([1, 2]), 101.0)
+    gone_s = 100.0 + LISTEN_S + KEEP_S
+    log.note_end(ended([3, 4]), gone_s)
+    assert len(log.since(ONE, 0, now_s=101.0)["rows"]) == 1
+    log.note_end(ended([3, 4]), gone_s + 2.0)
+    answer = log.since(ONE, 0, now_s=gone_s + 3.0)
+    assert (answer["rows"], answer["num_lost"]) == ([], 3)
 
 
 def test_who_begins_gets_nothing_that_was_noted_for_others() -> None:
