@@ -122,20 +122,16 @@ class _Columns:
     def finish(self) -> TraceFile:
         if self.is_recording:
             self._sort()
+        left_out = list(self._left_out())
         if not self.at_s or self.format is None:
-            raise TraceFileError(
-                f"trace {self.path} holds no {self.task} request; "
-                f"known formats are {known_formats()}"
-            )
+            why = ", ".join(left_out) or f"known formats are {known_formats()}"
+            raise TraceFileError(f"trace {self.path} holds no {self.task} request; {why}")
         if self.blocks and len(self.blocks) != len(self.at_s):
             key = self.format.blocks
             raise TraceFileError(f"trace {self.path}: some lines have {key}, some have none")
         if (more := self.num_gaps - MAX_GAPS_TOLD) > 0:
             self.warnings.append(f"{more} more gaps of over an hour")
-        if self.num_empty:
-            self.warnings.append(f"{self.num_empty} requests without prompt or answer left out")
-        if self.num_other_class:
-            self.warnings.append(f"{self.num_other_class} requests of the other class left out")
+        self.warnings += left_out
         trace = Trace(
             self.task,
             self.at_s,
@@ -147,6 +143,12 @@ class _Columns:
             max_new_tokens=max(self.outputs),
         )
         return TraceFile(trace, self.format.name, tuple(self.warnings))
+
+    def _left_out(self) -> Iterator[str]:
+        if self.num_empty:
+            yield f"{self.num_empty} requests without prompt or answer left out"
+        if self.num_other_class:
+            yield f"{self.num_other_class} requests of the other class left out"
 
     def _empty(self, number: int, column: str) -> None:
         if not self.skip_empty:

@@ -240,6 +240,16 @@ def test_failed_requests_can_be_left_out_and_are_counted(tmp_path: Path) -> None
     assert read.warnings == ("1 requests without prompt or answer left out",)
 
 
+def test_a_trace_of_nothing_else_says_what_was_left_out(tmp_path: Path) -> None:
+    text = "t_s,context_tokens,generated_tokens\n0,5,0\n1,0,5\n"
+    problem = r"holds no online request; 2 requests without prompt or answer left out$"
+    with pytest.raises(TraceFileError, match=problem):
+        read_trace_file(written(tmp_path, text), skip_empty=True)
+    path = written(tmp_path, recording("offline"), "t.jsonl")
+    with pytest.raises(TraceFileError, match=r"; 1 requests of the other class left out$"):
+        read_trace_file(path)
+
+
 def test_a_gap_of_hours_is_told_with_its_line(tmp_path: Path) -> None:
     text = "t_s,context_tokens,generated_tokens\n0,5,5\n10800,5,5\n"
     read = read_trace_file(written(tmp_path, text))
