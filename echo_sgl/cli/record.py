@@ -20,7 +20,8 @@ POLL_S = 5.0
 GIVE_UP_S = 300.0
 # Clocks that are nearer to each other are one machine's, read at different moments.
 SAME_CLOCK_S = 120.0
-FORMAT_VERSION = 1
+FORMAT, FORMAT_VERSION = "echo-recording", 1
+MAX_HEAD_BYTES = 1000
 _NEEDED = ("log", "block_tokens", "next", "num_lost", "now_s")
 
 
@@ -53,6 +54,7 @@ def record(
         raise RecordError(f"--output {output} is in a folder that does not exist")
     if output.suffix != ".jsonl":
         raise RecordError(f"--output is {output}; name it .jsonl, as recording.jsonl")
+    _require_recording(output)
     root, recording = server_root(url), secrets.token_hex(16)
 
     def ask(after: str) -> list[dict[str, Any]]:
@@ -70,6 +72,19 @@ def record(
     except KeyboardInterrupt:
         pass  # Not worth waiting for: the last answer's requests are in the file.
     _report(collected, file)
+
+
+def _require_recording(output: Path) -> None:
+    """Errors: `RecordError` when there is a file which is no recording, nor empty."""
+    if not output.exists():
+        return
+    try:
+        with output.open("rb") as file:
+            head = file.readline(MAX_HEAD_BYTES)
+    except OSError as error:
+        raise RecordError(f"--output {output} cannot be replaced: {error.strerror}") from error
+    if head and FORMAT.encode() not in head:
+        raise RecordError(f"--output {output} is there and no recording, so it is not replaced")
 
 
 class RecordingFile:
@@ -109,7 +124,7 @@ class RecordingFile:
         self.num_rows += len(rows)
 
     def _create(self, block_tokens: int) -> None:
-        head = {"format": "echo-recording", "version": FORMAT_VERSION, "block_tokens": block_tokens}
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "block_tokens": block_tokens}
         self.path.write_bytes(json.dumps(head).encode() + b"\n")
 
 

@@ -301,3 +301,19 @@ def test_an_output_that_cannot_be_is_refused_before_recording(
     arguments = ["record", "--output", str(tmp_path / name)]
     with pytest.raises(RecordError, match=problem):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_file_that_is_no_recording_is_not_replaced(url: str, tmp_path: Path) -> None:
+    job, recorded, empty = (tmp_path / f"{name}.jsonl" for name in ("job", "recorded", "empty"))
+    job.write_text('{"custom_id": "a"}\n')
+    recorded.write_text('{"format": "echo-recording", "version": 1, "block_tokens": 64}\n')
+    empty.touch()
+    refused = CliRunner().invoke(app, ["record", *arguments(url, job, seconds=0.1)])
+    assert isinstance(refused.exception, RecordError)
+    assert "is there and no recording, so it is not replaced" in str(refused.exception)
+    assert job.read_text() == '{"custom_id": "a"}\n' and not Handler.questions
+    for path in (recorded, empty):
+        Handler.questions = []
+        result = CliRunner().invoke(app, ["record", *arguments(url, path, seconds=0.1)])
+        assert result.exit_code == 0, result.stderr
+        assert prompts(path) == [64, 70]
