@@ -228,7 +228,9 @@ class _Columns:
         except (TypeError, ValueError, OverflowError):
             tokens = math.nan
         if not tokens.is_integer() or not 0 <= tokens <= MAX_TOKENS:
-            raise self.error(number, f"{column} is {value!r}; it must be a whole number of tokens")
+            raise self.error(
+                number, f"{column} is {value!r:.60}; it must be a whole number of tokens"
+            )
         return int(tokens)
 
     def _time_s(self, number: int, form: Format, value: Any) -> float:
@@ -244,8 +246,8 @@ class _Columns:
         if at_s > LAST_S:
             raise self.error(
                 number,
-                f"{form.time} is {value!r}; numbers there are {unit}, and this is after the year "
-                "9999. Divide them: milliseconds by 1,000, or write dates",
+                f"{form.time} is {value!r:.60}; numbers there are {unit}, and this is after the "
+                "year 9999. Divide them: milliseconds by 1,000, or write dates",
             )
         return at_s
 

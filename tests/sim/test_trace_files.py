@@ -144,6 +144,14 @@ def test_a_bad_csv_is_refused_by_its_line(tmp_path: Path, text: str, problem: st
         read_trace_file(written(tmp_path, text))
 
 
+@pytest.mark.parametrize("row", ["0,{text},5", "{text},5,5", "0,5,5,{text}"])
+def test_what_a_message_shows_of_a_file_is_short(tmp_path: Path, row: str) -> None:
+    text = "t_s,context_tokens,generated_tokens\n" + row.format(text="1" * 100_000)
+    with pytest.raises(TraceFileError, match="line 2: ") as refusal:
+        read_trace_file(written(tmp_path, text))
+    assert len(str(refusal.value)) < 200 + len(str(tmp_path))
+
+
 def test_what_is_not_packed_in_spite_of_its_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match="cannot be read"):
         read_trace_file(written(tmp_path, AZURE, "t.csv.gz"))
