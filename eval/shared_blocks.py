@@ -133,8 +133,10 @@ def summary_markdown(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
         f"- {options['kv_tokens']:,} KV tokens; online: {options['duration_s']:g} s of "
         f"{options['trace']} x{options['online_scale']:g}, which holds up to "
         f"{max(row['most_online_tokens'] for row in rows):,} of them; offline lines without end",
-        "",
     ]
+    if num := config.get("num_too_long"):
+        lines.append(f"- {num:,} online requests need more than half of the pool and are left out")
+    lines.append("")
     for job, about in JOBS.items():
         here = [row for row in rows if row["job"] == job]
         lines += [f"## {about}", "", *_rows(here), "", *_reading(here), ""]
@@ -200,6 +202,7 @@ def run(options: BlockOptions, *, command: str) -> Path:
         "profile": setting.PROFILE_NOTE,
         "host_bytes_per_s": sample.host_bytes_per_s,
         "reserve_share": sample.reserve_share,
+        "num_too_long": sum(not sample.takes(*lengths) for _, *lengths in online),
     }
     folder = RESULTS_DIR / options.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,10 @@ class BlockConfig:
                 f"{self.reserve_share}; allowed are above 0, at least 1, and 0 to below 1"
             )
 
+    def takes(self, prompt_tokens: int, answer_tokens: int) -> bool:
+        """Whether an online request is served: one that needs more than half of the pool is not."""
+        return prompt_tokens + answer_tokens <= self.kv_tokens // 2
+
     @property
     def kv_bytes_per_token(self) -> int:
         sizes = self.device.transformer
@@ -120,7 +124,7 @@ class BlockServer:
         while self._next_online < len(rows) and rows[self._next_online][0] <= self.now_s:
             at_s, prompt, answer = rows[self._next_online]
             self._next_online += 1
-            if prompt + answer <= self.config.kv_tokens // 2:
+            if self.config.takes(prompt, answer):
                 one = Tenant(self._next_online, at_s, prompt, answer, is_offline=False)
                 self.waiting.append(one)
 
