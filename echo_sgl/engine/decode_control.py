@@ -36,6 +36,11 @@ class StepCounts:
     num_given_turns: int = 0
     num_retractions: dict[Task, int] = field(default_factory=lambda: dict.fromkeys(Task, 0))
 
+    @property
+    def num_left(self) -> int:
+        """How many times a request left memory and place to others."""
+        return sum(self.num_retractions.values(), self.num_prefill_parks + self.num_given_places)
+
 
 class DecodeControl:
     """The part of a `StepControl` that asks who decodes; what it asks about is set by `begin`."""

@@ -83,6 +83,7 @@ class EchoScheduler(Offers):
         self._forgot_s = self._advanced_s = -math.inf
         self._parked_chunks: list[Req] = []
         self._shed: list[Req] = []
+        self._is_left_for_one = False
         self.recording = RecordingLog()
 
     def init_schedule_policy(self) -> None:
@@ -303,6 +304,9 @@ class EchoScheduler(Offers):
 
     def _is_full(self, running_batch: ScheduleBatch) -> bool:
         """Whether a pass would start nobody: none has left since the last one found no room."""
+        if self._is_left_for_one and not self.waiting_queue:
+            # That one went away.
+            self._is_left_for_one = running_batch.batch_is_full = False
         return (
             running_batch.batch_is_full
             and not running_batch.is_empty()
@@ -338,6 +342,7 @@ class EchoScheduler(Offers):
         self, prefill_delayer_single_pass: Any, running_batch: ScheduleBatch
     ) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         was_full = running_batch.batch_is_full and not running_batch.is_empty()
+        num_left = self.step_control.counts.num_left
         with self.step_control.own_time:
             self.kv_limits.look()
             self._park_offline_chunk()
@@ -353,6 +358,9 @@ class EchoScheduler(Offers):
             self._note_online_pass(batch, running_batch)
             for req in batch.reqs if batch is not None else ():
                 self.step_control.note_start(req)
+        # For one that is yet to start.
+        has_left = self.step_control.counts.num_left > num_left
+        self._is_left_for_one = batch is None and (has_left or self._is_left_for_one)
         if was_full and batch is None:
             # Preemption support made SGLang clear the flag; nothing has left the batch since.
             running_batch.batch_is_full = True
