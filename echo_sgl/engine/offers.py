@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -241,6 +242,7 @@ class Offers(PoolIntake):
         started = [req for req in batch.reqs if req in offered] if batch is not None else []
         for req in started:
             self.offline_pool.take(req)
+            _leave_out_the_wait(req.time_stats)
         if self.weighing is not None:
             self.weighing.note_started(started)
         if offered:
@@ -287,6 +289,15 @@ def _prefills_of(reqs: Iterable[Req]) -> BatchShape:
     for req in reqs:
         prefills.add_prefill(req.seqlen - req.prefix_len, req.prefix_len)
     return prefills
+
+
+def _leave_out_the_wait(stats: Any) -> None:
+    """Of one that ran before it came back to the pool: it did not run while it waited there.
+
+    SGLANG_REQ_RUNNING_TIMEOUT goes by when a request ran first, and would end it at once.
+    """
+    if 0 < stats.forward_entry_time < stats.wait_queue_entry_time:
+        stats.forward_entry_time += time.perf_counter() - stats.wait_queue_entry_time
 
 
 def _was_set_aside(req: Req) -> bool:

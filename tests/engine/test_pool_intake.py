@@ -319,6 +319,22 @@ def test_who_waits_for_a_chunk_may_run_out_of_its_time_too(timed_out):
 
 
 @pytest.mark.parametrize(
+    ("ran_before_s", "waited_s", "runs_for_s"),
+    [(None, 7200.0, 0.0), (7230.0, 7200.0, 30.0), (30.0, 60.0, 30.0)],
+    ids=["its first start", "it ran, and came back", "it just started"],
+)
+def test_who_waited_in_the_pool_did_not_run_meanwhile(ran_before_s, waited_s, runs_for_s):
+    now_s = time.perf_counter()
+    first_s = 0.0 if ran_before_s is None else now_s - ran_before_s
+    stats = SimpleNamespace(forward_entry_time=first_s, wait_queue_entry_time=now_s - waited_s)
+    offers._leave_out_the_wait(stats)
+    if first_s:
+        assert time.perf_counter() - stats.forward_entry_time == pytest.approx(runs_for_s, abs=5.0)
+    else:
+        assert stats.forward_entry_time == 0.0
+
+
+@pytest.mark.parametrize(
     ("return_logprob", "start", "has_them"),
     [(False, 0, False), (True, -1, False), (True, 0, True), (True, 9, True), (True, 10, False)],
 )
