@@ -24,8 +24,8 @@ SLICE, PAUSE_S = 100, 0.01
 class HandBack:
     """Tells the scheduler to end offline requests, each of them once.
 
-    A pool of 50,000 is handed back in slices: told at once, and again while they end, they would
-    stop the streams of this process and the steps of the scheduler for seconds.
+    A pool of 50,000 is handed back in slices: told at once it would keep this process from its
+    streams, and the scheduler from its steps, until all are told.
 
     `concerns`: which of them, by what the tokenizer manager holds of a request; None: all.
     """

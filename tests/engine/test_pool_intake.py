@@ -327,7 +327,19 @@ def test_who_waited_in_the_pool_did_not_run_meanwhile(ran_before_s, waited_s, ru
     now_s = time.perf_counter()
     first_s = 0.0 if ran_before_s is None else now_s - ran_before_s
     stats = SimpleNamespace(forward_entry_time=first_s, wait_queue_entry_time=now_s - waited_s)
-    offers._leave_out_the_wait(stats)
+    req = Named("starts")
+    req.time_stats = stats
+    one = scheduler(
+        _shed=[],
+        _parked_chunks=[],
+        _kept_positions=[],
+        weighing=None,
+        waiting_queue=[req],
+        policy=SimpleNamespace(offered=(req,)),
+        offline_pool=SimpleNamespace(take=lambda req: None),
+        _note_pass=lambda started, num_offered: None,
+    )
+    one._take_back_offered(SimpleNamespace(reqs=[req]))
     if first_s:
         assert time.perf_counter() - stats.forward_entry_time == pytest.approx(runs_for_s, abs=5.0)
     else:
