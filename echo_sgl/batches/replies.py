@@ -14,7 +14,7 @@ _TRANSIENT_CLIENT_ERRORS = (408, 409)
 _REFUSALS = (429, 503)
 _WAITED = "waiting timeout"  # SGLang's word for what never came out of its queue
 # Echo's words for what a server gives back although it had room.
-_HANDED_BACK = ("server is shutting down", "weights are being updated", "adapter of this request")
+_HANDED_BACK = ("server is shutting down", "weights are being updated")
 # How SGLang 0.5.23 and Echo refuse what they would take later; anything else may be for good.
 _FOR_NOW = (
     _WAITED,
@@ -22,6 +22,7 @@ _FOR_NOW = (
     "The offline pool holds",
     "aborted by a higher priority request",
     *_HANDED_BACK,
+    "adapter of this request is unloaded",
     "KV cache load failed",
     "Retry later",
 )
