@@ -96,6 +96,7 @@ class ActiveJob:
     `model_names` are the ones to send for models that go by another, as they were when it was taken
     up: an adapter that is gone since is refused under its full name, the base does not answer.
     A line of more than `max_requests` is not sent: see `too_many_answers`.
+    `refused_since_s`: when the server began to refuse all of its lines, in Unix seconds.
     `is_dropped` means: send nothing more for now; `is_aborted`: never again, nor keep failures.
     """
 
@@ -116,6 +117,7 @@ class ActiveJob:
     sent_tokens: int = 0
     num_unrecorded: int = 0
     near: int | None = None
+    refused_since_s: float | None = None
     is_claiming: bool = False
     is_exhausted: bool = False
     is_dropped: bool = False

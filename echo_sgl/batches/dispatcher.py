@@ -328,6 +328,7 @@ class Dispatcher:
             verdict = Verdict.BROKEN
         else:
             job.pace.grow(line.num_requests)
+            job.refused_since_s = None
         if verdict is Verdict.BROKEN:
             line.num_broken += 1
             if line.num_broken < self._config.max_line_attempts:
@@ -346,6 +347,8 @@ class Dispatcher:
         if is_own and tries.is_to_blame:
             job.pace.raise_to(tries.pace_before)
             return False
+        if job.refused_since_s is None:
+            job.refused_since_s = self._store.clock()
         if not (is_own or reply.says_handed_back):
             tries.pace_before = max(tries.pace_before, job.pace.limit)
             job.pace.shrink(line.number)

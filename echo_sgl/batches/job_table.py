@@ -25,6 +25,7 @@ from echo_sgl.batches.validator import safely
 MAX_ACTIVE_JOBS = 16
 ABORT_TIMES_S = (0.0, 1.0, 3.0)  # an id is known to the engine only a while after it is sent
 ABORT_GRACE_S = 5.0
+REFUSED_S = 30.0  # of refusals alone, after which a job is left to other servers for as long
 _EXPIRING = ("validating", "in_progress")
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class JobTable:
         self._served = ServedBatches(engine)
         self._storage = FullTenants(max_stored_bytes)
         self._is_closed = False
+        self._left_until_s: dict[int, float] = {}
         self.jobs: dict[int, ActiveJob] = {}
         self.num_servers = 1
         self.full_tenants: Set[str] = frozenset()
@@ -70,7 +72,7 @@ class JobTable:
         is_ready = self._engine.is_ready()
         foreign = await self._served.foreign(look.rows) if is_ready else set()
         full = {row.number for row in look.rows if row.tenant in look.full_tenants}
-        wanted = self._wanted(rows, foreign | full, lines_per_s)
+        wanted = self._wanted(rows, foreign | full | self._left_to_others(), lines_per_s)
         await self._take_up(rows, wanted, is_ready=is_ready)
         await self._free_forgotten(look.owned, known | self._held())
         return look.rows
@@ -135,6 +137,22 @@ class JobTable:
         ]
         chosen = choose_active(applicants, MAX_ACTIVE_JOBS, self._store.clock(), lines_per_s)
         return {one.load.number: jobs[one.load.number] for one in chosen}
+
+    def _left_to_others(self) -> Set[int]:
+        """Jobs that this server refuses, where others have room perhaps and could not get at what
+        it holds.
+        """
+        now_s = self._store.clock()
+        for number, job in self.jobs.items():
+            if job.refused_since_s is not None and now_s - job.refused_since_s >= REFUSED_S:
+                job.refused_since_s = None
+                self._left_until_s[number] = now_s + REFUSED_S
+        self._left_until_s = {
+            number: until_s
+            for number, until_s in self._left_until_s.items()
+            if until_s > now_s and self.num_servers > 1
+        }
+        return self._left_until_s.keys()
 
     def _held(self) -> set[tuple[int, int]]:
         """Batch number and start of each range that this server knows to be its own."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, select, text
 
+from echo_sgl.batches import job_table
 from echo_sgl.batches.active_job import ActiveJob, Claim, claim_lines
 from echo_sgl.batches.clock import SharedClock
 from echo_sgl.batches.lease import LEASE_S
@@ -19,6 +20,7 @@ from echo_sgl.batches.store.schema import lines
 from eval.stub_server import StubModel
 from tests.batches.client import job, running_stub, until
 from tests.batches.conftest import OpenStore
+from tests.batches.faults import FullModel, async_
 from tests.batches.rows import add_batch
 
 
@@ -102,6 +104,30 @@ def test_what_a_dead_server_held_is_done_by_another_when_its_lease_ends(
             assert batch.completed_at is not None
             assert batch.completed_at >= int(lease["until"])
             assert len(await stub.records(batch.output_file_id)) == 50
+
+    asyncio.run(main())
+
+
+def test_what_a_server_holds_and_refuses_is_done_by_another_one(
+    tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if database_url is None:
+        pytest.skip("SQLite belongs to one server")
+    monkeypatch.setattr(job_table, "REFUSED_S", 1.0)
+
+    async def main() -> None:
+        options = {"database_url": database_url, "window_lines": 10}
+        full = FullModel(0)
+        async with (
+            running_stub(tmp_path / "a", model=full, **options) as one,
+            running_stub(tmp_path / "b", **options) as two,
+        ):
+            two.model.opened.clear()
+            batch = await one.create(job([f"p {index}" for index in range(100)]))
+            await until(async_(lambda: full.num_refused > 0))
+            two.model.opened.set()
+            batch = await two.ended(batch.id)
+            assert len(await two.records(batch.output_file_id)) == 100
 
     asyncio.run(main())
 
