@@ -215,10 +215,11 @@ class BatchesConfig:
     """Bounds of the batch service; those on files, batches and uploads hold for each API key.
 
     `window_lines` and `window_tokens` are what the service keeps in the engine at a time, and so
-    what a crash computes again; a line counts once for each answer that it asks for.
-    `max_line_attempts` bounds replies that broke (5xx), and refusals (429, 503) only of a line
-    that is refused each time while others are answered, or for what does not pass. `infeasible`
-    "refuse" turns a batch away whose window the measured rate misses.
+    what a crash computes again, never more than may wait there (`offline.max_pool_requests`); a
+    line counts once for each answer that it asks for. `max_line_attempts` bounds replies that
+    broke (5xx), and refusals (429, 503) only of a line that is refused each time while others are
+    answered, or for what does not pass. `infeasible` "refuse" turns a batch away whose window the
+    measured rate misses.
     """
 
     window_lines: int = _number(256, 1, 50_000)

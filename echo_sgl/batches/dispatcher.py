@@ -62,7 +62,9 @@ class Dispatcher:
         self._table = JobTable(
             store, engine, self._threads, max_stored_bytes=config.max_stored_bytes
         )
-        self._limit = SendLimit(config.window_lines, config.window_tokens)
+        # A line that needs all of the server's room goes when nothing else of ours is there.
+        max_requests = min(config.window_lines, engine.max_requests or config.window_lines)
+        self._limit = SendLimit(max_requests, config.window_tokens)
         self._level = ShareLevel()
         self._refusals = RefusalJudge()
         self._rng = random.Random()  # jitter only: lines must not come back in step

@@ -44,16 +44,22 @@ class HoldingModel(StubModel):
 
 
 class FullModel(StubModel):
-    """Answers so many requests at a time and refuses all others."""
+    """Answers so many requests at a time, a line of `n` as so many, and refuses all others."""
 
     def __init__(self, most: int) -> None:
         super().__init__(0.001)
         self._most = most
+        self._num_inside = 0
         self.num_refused = 0
 
-    async def _reply(self, *given: Any) -> Any:
-        if self.num_running <= self._most:
-            return await super()._reply(*given)
+    async def _reply(self, body: dict[str, Any], *given: Any) -> Any:
+        num_requests = body.get("n", 1)
+        if self._num_inside + num_requests <= self._most:
+            self._num_inside += num_requests
+            try:
+                return await super()._reply(body, *given)
+            finally:
+                self._num_inside -= num_requests
         self.num_refused += 1
         return JSONResponse({"message": "The request queue is full."}, status_code=503)
 

@@ -137,6 +137,25 @@ def asking(num_answers: int) -> bytes:
     return line(f"{num_answers}", body={"model": "stub", "prompt": "p", "n": num_answers})
 
 
+def test_jobs_send_no_more_than_may_wait_in_the_server_though_their_window_is_larger(
+    live_sqlite: Live, room: Callable[[int], None]
+) -> None:
+    """What fills all of it would be refused for as long as lines of others go on."""
+    room(4)
+
+    async def life(stub: Stub) -> None:
+        model = stub.model
+        assert isinstance(model, FullModel)
+        many = await stub.create(job(["p"] * 100))
+        await until(async_(lambda: model.num_running > 0))
+        ended = await stub.ended((await stub.create(asking(4))).id)
+        assert list(await stub.records(ended.output_file_id)) == ["4"]
+        assert (await stub.ended(many.id)).error_file_id is None
+        assert model.num_refused == 0
+
+    live_sqlite(life, model=FullModel(4), window_lines=16)
+
+
 def test_a_line_of_more_answers_than_may_wait_in_the_server_fails_the_check(
     live_sqlite: Live, room: Callable[[int], None]
 ) -> None:
