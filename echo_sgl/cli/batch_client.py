@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +185,12 @@ class BatchClient:
                 with path.open("wb") as output:
                     self._copy_content(file_id, output.write)
                 return
-            draft = _draft_beside(path)
-            with draft.open("wb") as output:
-                self._copy_content(file_id, output.write)
-                output.flush()
-                os.fsync(output.fileno())
-            draft.replace(path)
+            with _draft_beside(path) as draft:
+                with draft.open("wb") as output:
+                    self._copy_content(file_id, output.write)
+                    output.flush()
+                    os.fsync(output.fileno())
+                draft.replace(path)
         except OSError as error:
             raise _unwritable(path, error) from error
 
@@ -275,9 +276,8 @@ def check_writable(path: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
-        draft = _draft_beside(path)
-        draft.open("ab").close()
-        draft.unlink()
+        with _draft_beside(path) as draft:
+            draft.open("ab").close()
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -286,10 +286,18 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _draft_beside(path: Path) -> Path:
-    """Where a file is written before it takes its place; the folder is made."""
+@contextlib.contextmanager
+def _draft_beside(path: Path) -> Iterator[Path]:
+    """Where a file is written before it takes its place, by nobody else; the folder is made.
+
+    What did not take its place goes with the block.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_name(f"{path.name}.part")
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:
