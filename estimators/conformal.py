@@ -28,6 +28,8 @@ from echo_sgl.estimators.drift import DriftDetector
 FLOOR_S = 1e-9
 # Far beyond what any clock measures: bounds stay finite whatever came before.
 MOST_LOG_RATIO, MOST_LOG_BOUND = 200.0, 300.0
+# A step that took twice as long, beside its prediction, as the next longest stands alone.
+LONE_LOG_RATIO = math.log(2.0)
 
 # Steps learned from together: row, time, and logarithm of measured / predicted.
 _Lot = Sequence[tuple[BatchRow, float, float]]
@@ -233,8 +235,9 @@ class _Tracker:
         together, and bounds of several times what a step takes would follow.
         """
         rank = self._level * (len(ordered) + 1)
-        if len(ordered) * (1 - self._quantile) < 2 and self._level <= self._quantile:
-            # Of so few the largest may have been measured wrong.
+        is_lone = ordered[-1] - ordered[-2] > LONE_LOG_RATIO
+        if is_lone and len(ordered) * (1 - self._quantile) < 2 and self._level <= self._quantile:
+            # Of so few this one would be the bound for long, and may have been measured wrong.
             return ordered[min(math.ceil(rank), len(ordered) - 1) - 1]
         if rank <= len(ordered):
             return ordered[max(0, math.ceil(rank) - 1)]

@@ -391,3 +391,13 @@ def test_one_step_that_was_measured_wrong_is_not_the_bound_of_few(quantile, num_
     one = band()
     play(one, np.array(ratios))
     assert one.predict_upper(DECODE, quantile) < 0.02
+
+
+@pytest.mark.parametrize("num_steps", range(30, 38))
+def test_the_largest_of_thirty_odd_is_their_bound_unless_it_stands_alone(num_steps):
+    """Without it a bound of 95 % would cover 93.5 % of the steps."""
+    ratios = [0.01 * (number % 5) for number in range(num_steps)]
+    ratios[12] = 0.6
+    one = band()
+    play(one, np.array(ratios))
+    assert one.predict_upper(DECODE, 0.95) > 0.01 * math.exp(0.5)
