@@ -31,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BatchId = Annotated[
     str, typer.Argument(help="The id that submit printed: batch_...", callback=batch_id)
 ]
-Every = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
+Every = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1, max=86_400)]
 # Characters; a terminal breaks what is too long for it, where a table would cut ids to fit.
 TABLE_WIDTH = 1000
 DEFAULT_URL = "http://127.0.0.1:30000"

@@ -39,8 +39,12 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     jobs: Annotated[
         Path | None, typer.Option(help="Job file as offline work.  [default: synthetic lines]")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Of the trace, from its start.", min=1)] = 60.0,
-    speed: Annotated[float, typer.Option(help="Replay so many times as fast.", min=0.01)] = 1.0,
+    seconds: Annotated[
+        float, typer.Option(help="Of the trace, from its start.", min=1, max=86_400)
+    ] = 60.0,
+    speed: Annotated[
+        float, typer.Option(help="Replay so many times as fast.", min=0.01, max=10_000)
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     skip_empty: Annotated[
         bool, typer.Option("--skip-empty", help="Leave out requests that failed.")

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -81,18 +82,17 @@ class TaskFigures:
     def since(self, earlier: TaskFigures) -> TaskFigures:
         """What was counted after `earlier`; gauges keep their present value.
 
-        A counter that went down means that the server was restarted: it then counts from 0.
+        A counter that went down means that the server was restarted: all then count from 0, also
+        those that are higher again.
         """
-        changes: dict[str, Any] = {
-            name: _growth(getattr(self, name), getattr(earlier, name))
-            for name in _COUNTERS.values()
-        }
+        counts = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS.values()}
+        by_key: dict[str, dict[Any, float]] = {}
         for name in ("requests", "evicted_tokens", *_HISTOGRAMS.values()):
-            before = getattr(earlier, name)
-            changes[name] = {
-                key: _growth(value, before.get(key, 0.0))
-                for key, value in getattr(self, name).items()
-            }
+            now, before = getattr(self, name), getattr(earlier, name)
+            by_key[name] = {key: value - before.get(key, 0.0) for key, value in now.items()}
+        if min(chain(counts.values(), *(one.values() for one in by_key.values()))) < 0:
+            return self
+        changes: dict[str, Any] = {**counts, **by_key}
         return dataclasses.replace(self, **changes)
 
 
@@ -143,7 +143,3 @@ def _add(figures: TaskFigures, name: str, labels: Mapping[str, str], value: floa
         counts[kind] = counts.get(kind, 0.0) + value
     elif name == "echo_sgl_pool_oldest_age_seconds":
         figures.pool_oldest_age_s = max(figures.pool_oldest_age_s, value)
-
-
-def _growth(now: float, before: float) -> float:
-    return now - before if now >= before else now

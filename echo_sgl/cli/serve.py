@@ -40,7 +40,7 @@ Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure it once it is up; write its profile.")
 ]
 CalibrateSeconds = Annotated[
-    float, typer.Option(help="With --calibrate: how long to measure.", min=5)
+    float, typer.Option(help="With --calibrate: how long to measure.", min=5, max=86_400)
 ]
 EchoStateDir = Annotated[
     Path | None,
