@@ -283,7 +283,8 @@ def _cached_tokens(req: Req) -> int:
 
 
 def _new_tokens(req: Req) -> int:
-    return len(req.full_untruncated_fill_ids) - _cached_tokens(req)
+    """At least the last one: a session's turn may find whole pages, beyond its prompt's end."""
+    return max(1, len(req.full_untruncated_fill_ids) - _cached_tokens(req))
 
 
 def decode_retraction_order(order: list[int], reqs: list[Req]) -> list[int]:

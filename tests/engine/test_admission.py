@@ -9,6 +9,7 @@ import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.batch_shape import BatchShape
+from echo_sgl.engine import admission
 from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.refusals import Reason
@@ -159,3 +160,9 @@ def test_who_comes_back_is_no_hit_of_its_users(num_outputs, num_noted):
     one.kv_limits = SimpleNamespace(note_online_start=noted.append)
     assert one._add_online_making_room(req, False, None) is AddReqResult.CONTINUE
     assert noted == [req] * num_noted
+
+
+def test_who_finds_more_than_its_prompt_has_still_computes_a_token() -> None:
+    """A turn of a session may, in whole pages; a prefill of fewer is none, and ended the server."""
+    turn = SimpleNamespace(full_untruncated_fill_ids=[0] * 45, prefix_len=48, host_hit_length=0)
+    assert admission._new_tokens(turn) == 1
