@@ -33,9 +33,7 @@ OTHERS_WARNING = (
 def calibrate(
     output: Annotated[Path, typer.Option(help="Profile to write (JSON).")],
     url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:30000",
-    seconds: Annotated[
-        float, typer.Option(help="How long to measure.", min=5, max=86_400)
-    ] = 90.0,
+    seconds: Annotated[float, typer.Option(help="How long to measure.", min=5, max=86_400)] = 90.0,
     model: Annotated[
         str | None, typer.Option(help="Store this model instead of the one of least error.")
     ] = None,
