@@ -29,6 +29,19 @@ WIDEST, MOST_BUDGET_S = 64.0, 10.0
 # Settings that a replay changes itself.
 MOVED = {("steps", "budget_s"), ("steps", "adapt_budget")}
 
+Seconds = Annotated[float, typer.Option(help="Of the trace, from its start.", min=1, max=86_400)]
+Speed = Annotated[float, typer.Option(help="Replay so many times as fast.", min=0.01, max=10_000)]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="Sent as bearer token.", envvar=["ECHO_SGL_API_KEY", "OPENAI_API_KEY"]),
+]
+AdminApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a server that has one.  [default: the API key]", envvar="ECHO_SGL_ADMIN_API_KEY"
+    ),
+]
+
 
 def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     slo: Annotated[str, typer.Option(help="As ttft_p99=1s,tpot_p99=50ms (mean, p50, p90, p99).")],
@@ -39,27 +52,14 @@ def budget(  # noqa: PLR0913, PLR0917 - one parameter per option
     jobs: Annotated[
         Path | None, typer.Option(help="Job file as offline work.  [default: synthetic lines]")
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(help="Of the trace, from its start.", min=1, max=86_400)
-    ] = 60.0,
-    speed: Annotated[
-        float, typer.Option(help="Replay so many times as fast.", min=0.01, max=10_000)
-    ] = 1.0,
+    seconds: Seconds = 60.0,
+    speed: Speed = 1.0,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     skip_empty: Annotated[
         bool, typer.Option("--skip-empty", help="Leave out requests that failed.")
     ] = False,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Sent as bearer token.", envvar=["ECHO_SGL_API_KEY", "OPENAI_API_KEY"]),
-    ] = None,
-    admin_api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a server that has one.  [default: the API key]",
-            envvar="ECHO_SGL_ADMIN_API_KEY",
-        ),
-    ] = None,
+    api_key: ApiKey = None,
+    admin_api_key: AdminApiKey = None,
 ) -> None:
     """Find the largest budget per step that keeps an SLO, by replays on an idle server.
 

@@ -92,6 +92,14 @@ class Stub:
         return by_id
 
 
+def error_of(batch: Batch) -> str | None:
+    """Of a batch that failed."""
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    return batch.errors.data[0].code
+
+
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while not await condition():

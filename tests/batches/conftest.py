@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
-from echo_sgl.batches import assembly
+from echo_sgl.batches import assembly, validator
 from echo_sgl.batches.dispatcher import Dispatcher
 from echo_sgl.batches.store.job_store import JobStore, open_store
 from eval.postgres import MISSING, binaries, running_postgres
@@ -19,6 +19,12 @@ from tests.batches.client import Stub, running_stub
 
 OpenStore = Callable[..., JobStore]
 Life = Callable[[Stub], Awaitable[None]]
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that broke is tried again at once."""
+    monkeypatch.setattr(validator, "RETRY_BASE_S", 0.01)
 
 
 @pytest.fixture(scope="session")

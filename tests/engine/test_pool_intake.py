@@ -18,6 +18,10 @@ from echo_sgl.engine.scheduler import EchoScheduler
 OFFERED = tuple(f"offered {number}" for number in range(8))
 
 
+# What a chunk that is set aside gives up is given to nobody here.
+MEMORY = ("req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache", "hisparse_coordinator")
+
+
 def scheduler(**fields: Any) -> Any:
     one = object.__new__(EchoScheduler)
     vars(one).update(fields)
@@ -176,10 +180,7 @@ def test_decodes_that_run_out_of_memory_take_it_from_who_does_not_decode(
         waiting_queue=[],
         _parked_chunks=[],
         _pending_chunked_abort_req=None,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=None,
-        tree_cache=None,
-        hisparse_coordinator=None,
+        **dict.fromkeys(MEMORY),
         step_control=SimpleNamespace(counts=counts, without_turn=()),
         _retract_parked=lambda batch: batch.given.append(parked.pop()) or True if parked else False,
         _pool=lambda req, resumed: pooled.append((req, resumed)),
@@ -203,10 +204,7 @@ def test_the_last_decode_does_not_end_for_want_of_what_an_online_prompt_holds(
         chunked_req=chunk,
         _parked_chunks=[],
         _pending_chunked_abort_req=None,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=None,
-        tree_cache=None,
-        hisparse_coordinator=None,
+        **dict.fromkeys(MEMORY),
         step_control=SimpleNamespace(without_turn=()),
         _retract_parked=lambda batch: False,
         _add_request_to_queue=lambda req, is_retracted: queued.append(req),
