@@ -46,6 +46,8 @@ class EchoPrefillAdder(RoomAdder):
     ) -> AddReqResult:
         if self.chunk_waits or (self.can_run_list and self.can_run_list[-1].beam_group is not None):
             return AddReqResult.OTHER  # beams take their slots when the prefill has ended
+        if self.rem_chunk_tokens is not None and self.rem_chunk_tokens <= 0:
+            return AddReqResult.OTHER  # SGLang asks on where memory has run out as well
         add = self._add_offline if is_held_back(req) else self._add_online_making_room
         result = add(req, has_chunked_req, truncation_align_size)
         if result is AddReqResult.NO_TOKEN and not self._was_added(req):
@@ -283,8 +285,7 @@ def _cached_tokens(req: Req) -> int:
 
 
 def _new_tokens(req: Req) -> int:
-    """At least the last one: a session's turn may find whole pages, beyond its prompt's end."""
-    return max(1, len(req.full_untruncated_fill_ids) - _cached_tokens(req))
+    return len(req.full_untruncated_fill_ids) - _cached_tokens(req)
 
 
 def decode_retraction_order(order: list[int], reqs: list[Req]) -> list[int]:

@@ -9,7 +9,6 @@ import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.engine import admission
 from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.own_time import OwnTime
 from echo_sgl.engine.refusals import Reason
@@ -33,7 +32,7 @@ def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPre
 def test_an_offline_request_that_is_to_end_is_not_held_back(to_finish, path):
     """It waits before online ones: SGLang's loop would end with it at each pass."""
     one = object.__new__(EchoPrefillAdder)
-    one.can_run_list = []
+    one.can_run_list, one.rem_chunk_tokens = [], None
     one._add_offline = lambda *args: "offline"
     one._add_online_making_room = lambda *args: "online"
     one._makes_place = lambda req: True
@@ -162,7 +161,11 @@ def test_who_comes_back_is_no_hit_of_its_users(num_outputs, num_noted):
     assert noted == [req] * num_noted
 
 
-def test_who_finds_more_than_its_prompt_has_still_computes_a_token() -> None:
-    """A turn of a session may, in whole pages; a prefill of fewer is none, and ended the server."""
-    turn = SimpleNamespace(full_untruncated_fill_ids=[0] * 45, prefix_len=48, host_hit_length=0)
-    assert admission._new_tokens(turn) == 1
+@pytest.mark.parametrize("left", [0, -3])
+def test_nobody_starts_in_a_pass_whose_chunk_is_spent(left: int) -> None:
+    """SGLang ends it only while there is memory, and counts whole pages: a chunk of -3 tokens ended
+    the scheduler. Nor does anybody give up memory for who cannot start in it."""
+    adder = object.__new__(EchoPrefillAdder)
+    adder.can_run_list, adder.rem_chunk_tokens = [SimpleNamespace(beam_group=None)], left
+    adder._retract_one = lambda: pytest.fail("in vain")
+    assert adder.add_one_req(SimpleNamespace(), False, None) is AddReqResult.OTHER
