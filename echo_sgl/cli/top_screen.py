@@ -13,8 +13,8 @@ from rich.text import Text
 from echo_sgl.types import Task
 
 if TYPE_CHECKING:
+    from echo_sgl.cli.looks import Look
     from echo_sgl.cli.samples import Samples
-    from echo_sgl.cli.top import Look
 
 NOTHING = "-"
 KINDS = ("prefill", "decode", "mixed")

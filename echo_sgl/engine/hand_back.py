@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
-from echo_sgl.engine.turns import is_offline_input
+from echo_sgl.engine.tasks import is_offline_input
 
 # A request that came just before may not be at the scheduler yet, which ends those that it has.
 AGAIN_S = 0.5

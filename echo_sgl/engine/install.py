@@ -13,8 +13,12 @@ from typing import Any, NoReturn
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from echo_sgl.engine.seams import HOOKS, KNOWN_SGLANG_VERSION, Hook, engine_problems
-from echo_sgl.engine.settings import active_config, refuse_unsupported
+from echo_sgl.engine.seams import HOOKS, Hook, engine_problems
+from echo_sgl.engine.settings import (
+    KNOWN_SGLANG_VERSION,
+    active_config,
+    refuse_unsupported,
+)
 from echo_sgl.errors import EchoError
 
 
@@ -30,16 +34,6 @@ def install() -> None:
     for hook, callback in loaded.items():
         HookRegistry.register(hook.seam.target, callback, HookType[hook.kind.upper()])
     _verify_after_apply(loaded)
-
-
-def describe_active() -> str:
-    """The one line that a server logs when Echo is on."""
-    offline = active_config().offline
-    return (
-        f"Echo is on: SGLang {KNOWN_SGLANG_VERSION}, {len(HOOKS)} hooks verified, offline order "
-        f"{offline.order} (utility ratio {offline.utility_ratio}), pool of up to "
-        f"{offline.max_pool_requests} requests"
-    )
 
 
 def check_resolved_server_args(result: Any, server_args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The tokens on the way to a node of the tree."""
+"""The tokens on the way to a node of the tree, and the namespace that they are in."""
 
 from __future__ import annotations
 
@@ -47,3 +47,8 @@ class NodePath(Sequence[int]):
         for part in self._parts:
             tokens.extend(part)
         return tokens
+
+
+def namespace_of(key: Any) -> str:
+    """Prompts in different namespaces never share KV cache; takes requests and tree keys."""
+    return f"{key.extra_key or ''}\0{key.cache_salt or ''}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
+from echo_sgl.engine.node_path import namespace_of
 from echo_sgl.policies.offer_size import in_line
 from echo_sgl.policies.offline_order import OfflineOrder, PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
@@ -176,8 +177,3 @@ class OfflinePool:
         waiting = self._waiting.pop(rid)
         self.num_tokens -= waiting.num_tokens
         return waiting
-
-
-def namespace_of(key: Any) -> str:
-    """Prompts in different namespaces never share KV cache; takes requests and tree keys."""
-    return f"{key.extra_key or ''}\0{key.cache_salt or ''}"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echo_sgl.engine.offline_pool import namespace_of
+from echo_sgl.engine.node_path import namespace_of
 from echo_sgl.engine.terms import terms_of
 
 BLOCK_TOKENS = 64

@@ -24,7 +24,6 @@ from echo_sgl.engine.admission import EchoPrefillAdder
 from echo_sgl.engine.clock import Measured, StepClock
 from echo_sgl.engine.deadlines import DeadlineWatch
 from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
-from echo_sgl.engine.install import describe_active
 from echo_sgl.engine.kv_limits import KvLimits
 from echo_sgl.engine.load import with_pooled_load
 from echo_sgl.engine.metrics import SchedulerMetrics
@@ -36,6 +35,7 @@ from echo_sgl.engine.recording import RecordingLog
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import (
     active_config,
+    describe_active,
     refuse_aligned_chunks,
     refuse_foreign_cache,
     refuse_unsupported,

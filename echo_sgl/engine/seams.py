@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-KNOWN_SGLANG_VERSION = "0.5.23"
+from echo_sgl.engine.settings import KNOWN_SGLANG_VERSION
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch"
@@ -209,7 +209,7 @@ HOOKS = (
             "self request raw_request",
         ),
         "around",
-        _ours("tasks.read_service_tier"),
+        _ours("tags.read_service_tier"),
     ),
     Hook(
         Seam(
@@ -217,7 +217,7 @@ HOOKS = (
             "self request raw_request",
         ),
         "after",
-        _ours("tasks.tag_converted_request"),
+        _ours("tags.tag_converted_request"),
     ),
     Hook(
         Seam(
@@ -225,7 +225,7 @@ HOOKS = (
             "self request raw_request",
         ),
         "after",
-        _ours("tasks.tag_converted_request"),
+        _ours("tags.tag_converted_request"),
     ),
     Hook(
         Seam(
@@ -233,7 +233,7 @@ HOOKS = (
             "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
         ),
         "before",
-        _ours("tasks.check_and_stamp"),
+        _ours("tags.check_and_stamp"),
     ),
     Hook(
         Seam(f"{_TOKENIZER}._tokenize_one_request", "self obj"),

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from echo_sgl.engine.seams import KNOWN_SGLANG_VERSION
+from echo_sgl.engine.settings import KNOWN_SGLANG_VERSION
 
 # What configs have of layers that are no dense transformer's: experts, and latent attention.
 OTHER_LAYERS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")

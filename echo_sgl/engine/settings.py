@@ -1,4 +1,4 @@
-"""Which config is active in this process, and which server settings Echo refuses."""
+"""Which SGLang Echo knows, which config is active, and which server settings Echo refuses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from sglang.srt.environ import envs
 from echo_sgl.config import CONFIG_ENV, EchoConfig, load_config
 from echo_sgl.errors import UnsupportedEngineError
 
+KNOWN_SGLANG_VERSION = "0.5.23"
+
 
 @functools.cache
 def active_config() -> EchoConfig:
     """The config that `ECHO_SGL_CONFIG` names, read once per process."""
     return load_config(os.environ[CONFIG_ENV])
+
+
+def describe_active() -> str:
+    """The one line that a server logs when Echo is on, which it is with every hook verified."""
+    offline = active_config().offline
+    return (
+        f"Echo is on: SGLang {KNOWN_SGLANG_VERSION}, every hook verified, offline order "
+        f"{offline.order} (utility ratio {offline.utility_ratio}), pool of up to "
+        f"{offline.max_pool_requests} requests"
+    )
 
 
 def refuse_aligned_chunks(align_tokens: int | None) -> None:

@@ -1,7 +1,7 @@
-"""The class of a request: read from `service_tier`, carried to every rank in custom_params.
+"""The class of a request: what its `service_tier` says, as every rank reads it.
 
 Sampling parameters travel with the request through SGLang's tokenizer manager and its
-broadcast, so all ranks see the same tag and nothing is guessed.
+broadcast, so all ranks see the same tag and nothing is guessed (`http/tags.py` puts it there).
 """
 
 from __future__ import annotations
@@ -9,23 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
-from starlette.requests import Request
 
-from echo_sgl.batches.api_errors import route_path
-from echo_sgl.engine.settings import active_config
-from echo_sgl.engine.terms import (
-    TIER_KEY,
-    RequestTerms,
-    check_terms,
-    custom_params_of,
-    stamped,
-    terms_of_headers,
-)
-from echo_sgl.engine.turns import is_offline_input, pass_turn_on
-from echo_sgl.errors import ServiceTierError, TermsError
-from echo_sgl.types import Task, task_of_service_tier
+from echo_sgl.engine.terms import TIER_KEY, RequestTerms, custom_params_of
+from echo_sgl.types import OFFLINE_SERVICE_TIER, Task, task_of_service_tier
 
-TAGGED_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
+
+def is_offline_input(obj: Any) -> bool:
+    """Whether a request is offline, as the tokenizer manager or the scheduler holds it, whatever
+    else it names; embeddings and untagged ones are not.
+    """
+    params = custom_params_of(getattr(obj, "sampling_params", None))
+    return bool(params.get(TIER_KEY) == OFFLINE_SERVICE_TIER)
 
 
 def task_of(req: Any) -> Task:
@@ -52,45 +46,3 @@ def task_of_input(obj: Any) -> Task:
     return task_of_service_tier(
         custom_params_of(getattr(obj, "sampling_params", None)).get(TIER_KEY)
     )
-
-
-async def read_service_tier(original: Any, serving: Any, request: Any, raw_request: Any) -> Any:
-    """Around `handle_request`: refuse a tier or terms that are not known, remember others."""
-    if isinstance(raw_request, Request) and route_path(raw_request.scope) in TAGGED_PATHS:
-        tier = (await raw_request.json()).get(TIER_KEY)
-        try:
-            task_of_service_tier(tier)
-            terms = terms_of_headers(raw_request.headers)
-        except ServiceTierError as error:
-            return serving.create_error_response(str(error), param=TIER_KEY)
-        except TermsError as error:
-            return serving.create_error_response(str(error), param=error.term)
-        raw_request.state.echo_terms = terms | ({TIER_KEY: tier} if tier is not None else {})
-    return await original(serving, request, raw_request)
-
-
-def tag_converted_request(
-    result: Any, serving: Any, request: Any, raw_request: Any = None
-) -> tuple[Any, Any]:
-    """After an OpenAI request became SGLang's own: put its terms where the scheduler sees them."""
-    adapted, processed = result
-    has_state = isinstance(raw_request, Request)
-    if terms := getattr(raw_request.state, "echo_terms", None) if has_state else None:
-        params = adapted.sampling_params
-        params["custom_params"] = {**(params.get("custom_params") or {}), **terms}
-    return adapted, processed
-
-
-def check_and_stamp(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """Between tokenisation and scheduler: check tier and terms, whose errors SGLang answers
-    with 400, note the time of arrival, and let the next offline request in."""
-    params = getattr(obj, "sampling_params", None)
-    if isinstance(params, dict):
-        # SGLang's --preferred-sampling-params hold where a request names none of its own.
-        preferred = (manager.preferred_sampling_params or {}).get("custom_params")
-        obj.sampling_params = params = {"custom_params": preferred, **params}
-    task_of_input(obj)
-    check_terms(custom_params_of(params), active_config().slo)
-    if isinstance(params, dict):
-        obj.sampling_params = stamped(params)
-    pass_turn_on()

@@ -25,8 +25,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 )
 
 from echo_sgl.config import CacheConfig
-from echo_sgl.engine.node_path import NodePath
-from echo_sgl.engine.offline_pool import namespace_of
+from echo_sgl.engine.node_path import NodePath, namespace_of
 from echo_sgl.engine.plain_walks import PlainWalks
 from echo_sgl.engine.tasks import task_of
 from echo_sgl.policies.eviction_order import LeafFacts, Worth, create_eviction_order, worth_of

@@ -16,7 +16,8 @@ from typing import Any
 
 from echo_sgl.batches.api_errors import route_path
 from echo_sgl.engine.envelope import refusal
-from echo_sgl.engine.terms import TIER_KEY, custom_params_of
+from echo_sgl.engine.tasks import is_offline_input
+from echo_sgl.engine.terms import TIER_KEY
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
 RESPONSES_PATH = "/v1/responses"
@@ -46,14 +47,6 @@ def pass_turn_on() -> None:
     """The request of this context is tokenised; what is left to do for it costs little."""
     if (turn := _current.get()) is not None:
         turn.pass_on()
-
-
-def is_offline_input(obj: Any) -> bool:
-    """Whether a request is offline, as the tokenizer manager or the scheduler holds it, whatever
-    else it names; embeddings and untagged ones are not.
-    """
-    params = custom_params_of(getattr(obj, "sampling_params", None))
-    return bool(params.get(TIER_KEY) == OFFLINE_SERVICE_TIER)
 
 
 async def one_prompt_at_a_time(original: Any, manager: Any, obj: Any) -> Any:

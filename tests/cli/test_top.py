@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from rich.console import Console
 
+from echo_sgl.cli.looks import Look, looks
 from echo_sgl.cli.samples import Samples
-from echo_sgl.cli.top import Look, looks
 from echo_sgl.cli.top_screen import screen
 from echo_sgl.types import Task
 from eval.server import Server, free_port

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from echo_sgl.engine.offline_pool import OfflinePool, namespace_of
+from echo_sgl.engine.node_path import namespace_of
+from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.policies.offline_order import FcfsOrder, PsmOrder
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from echo_sgl.config import CONFIG_ENV, SloConfig
 from echo_sgl.engine import settings
-from echo_sgl.engine.tasks import check_and_stamp
+from echo_sgl.engine.tags import check_and_stamp
 from echo_sgl.engine.terms import (
     ARRIVAL_KEY,
     check_terms,

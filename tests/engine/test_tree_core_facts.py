@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig as KitConfig
 
-from echo_sgl.engine.offline_pool import OfflinePool, namespace_of
+from echo_sgl.engine.node_path import namespace_of
+from echo_sgl.engine.offline_pool import OfflinePool
 from echo_sgl.policies.eviction_order import Worth, echo_key, worth_of
 from echo_sgl.policies.offline_order import create_offline_order
 from echo_sgl.types import Task
