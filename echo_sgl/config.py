@@ -62,8 +62,8 @@ class CacheConfig:
     """Which cached tokens are evicted first.
 
     `order`: "stock" leaves SGLang's own tree and eviction in place; "auto" is "next-use" with
-    `offline.order` "psm" and "echo" otherwise; all are in `policies/eviction_order.py`. Online
-    use of the last `protected_window_s` is protected up to `protected_share` of the KV pool;
+    `offline.order` "psm" and "echo" otherwise; all are in `policies/cache/eviction_order.py`.
+    Online use of the last `protected_window_s` is protected up to `protected_share` of the KV pool;
     what online requests do not use of it is lent to offline ones.
     """
 
@@ -117,45 +117,46 @@ class StepsConfig:
     alone, and what is left of that is kept for later. "auto" is "slack" where both SLOs are
     named and "relative" otherwise; "off" limits nothing.
 
-    A request that arrives waits for the step that runs: no step with offline work is longer
-    than `max_stall_s`, or expected to be longer than `stall_share` of what its own prefill, and of
-    others that come meanwhile, leave of the TTFT that is promised, see `policies/arrival_wait.py`.
-    With "slack", no offline request decodes while an online one waits whose first token would come
-    later than `ttft_margin` of its TTFT before it is due; 0 lets offline work use all of it.
-    And a step takes `slack_pace` of the TPOT and `slack_share` of the slack beyond that, so that
-    online decodes are ahead when an online prefill stops them; a step that only prefills may take
-    all that is more than `reserve_tokens` TPOTs of it. A first token that would be late may make
-    them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a decode with few tokens
-    left ends before an online prefill makes it late for good. Where online requests hold or wait
-    for two thirds of `place_share` of the server's places (`--max-running-requests`), offline work
-    gets less beside them, and nothing from `place_share` on; with 0 places do not matter. What is
-    more than their mean over `place_trend_s` counts twice, for a burst goes on. Where all are
-    taken, an online decode that is ahead of its due time gives its place to an online request that
-    comes too close to its own (`ttft_margin`), and is back when it is due: if the other one has it
-    for `place_gain` times what the return takes from all others, see `policies/places.py`; with 0
-    none does. One whose first token is late lets others go first that can be in time, until it
-    is late by `late_wait_s`; with 0 all are served as they came. `online_chunks` "whole" prefills
-    online prompts in SGLang's chunks, with decodes between them where they are due; "slack" cuts
-    them to what online decodes have left. With `split_online`, unless `ttft_margin` is 0, online
-    requests are prefilled in two steps where one would make a first token late, see
-    `policies/first_tokens.py`.
+    A request that arrives waits for the step that runs: no step with offline work is longer than
+    `max_stall_s`, or expected to be longer than `stall_share` of what its own prefill, and of
+    others that come meanwhile, leave of the TTFT that is promised, see
+    `policies/limits/arrival_wait.py`. With "slack", no offline request decodes while an online one
+    waits whose first token would come later than `ttft_margin` of its TTFT before it is due; 0 lets
+    offline work use all of it. And a step takes `slack_pace` of the TPOT and `slack_share` of the
+    slack beyond that, so that online decodes are ahead when an online prefill stops them; a step
+    that only prefills may take all that is more than `reserve_tokens` TPOTs of it. A first token
+    that would be late may make them fall `lag_tokens` TPOTs behind. Unless `ttft_margin` is 0, a
+    decode with few tokens left ends before an online prefill makes it late for good. Where online
+    requests hold or wait for two thirds of `place_share` of the server's places
+    (`--max-running-requests`), offline work gets less beside them, and nothing from `place_share`
+    on; with 0 places do not matter. What is more than their mean over `place_trend_s` counts twice,
+    for a burst goes on. Where all are taken, an online decode that is ahead of its due time gives
+    its place to an online request that comes too close to its own (`ttft_margin`), and is back when
+    it is due: if the other one has it for `place_gain` times what the return takes from all others,
+    see `policies/prefills/places.py`; with 0 none does. One whose first token is late lets others
+    go first that can be in time, until it is late by `late_wait_s`; with 0 all are served as they
+    came. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with decodes between
+    them where they are due; "slack" cuts them to what online decodes have left. With
+    `split_online`, unless `ttft_margin` is 0, online requests are prefilled in two steps where one
+    would make a first token late, see `policies/prefills/first_tokens.py`.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
-    `policies/decode_selection.py`; those are parked, with their KV kept, if `park` is on, and all
-    run otherwise. With `replace` the online decode that is due last gives its turn to an offline
-    one that found no room, if it is in time nevertheless (BROS), see `policies/replacement.py`.
-    With `pack` online requests go by least slack, and no more of them into a step than end in time
-    for who is due first (BROS), see `policies/packing.py`.
-    `batch_size` "adaptive" also limits how many requests a step decodes (BROS). Offline prefill
-    chunks below `min_chunk_tokens` wait for a better step, and those whose tokens take longer than
-    `1 + chunk_overhead` times what they would in the best chunk wait under "slack" while the room
-    for them grows, see `policies/chunk_wait.py`; not with 0. Nor does a limit cut online chunks
-    shorter than that where online requests queue. `candidates`: how many requests are weighed for
-    each prefill. `gather` lets them wait while there is room for few, until so many start in one
-    prefill step that it pays, see `policies/gathering.py`; `gather_online` does the same for online
-    requests in a long queue, as far as first tokens allow. `gate` lets offline ones wait while
-    those that decode make more of the time than one more would, its prompt computed as often as
-    such are lost to online requests (OOCO), see `policies/gating.py`.
+    `policies/decodes/decode_selection.py`; those are parked, with their KV kept, if `park` is on,
+    and all run otherwise. With `replace` the online decode that is due last gives its turn to an
+    offline one that found no room, if it is in time nevertheless (BROS), see
+    `policies/decodes/replacement.py`. With `pack` online requests go by least slack, and no more of
+    them into a step than end in time for who is due first (BROS), see
+    `policies/decodes/packing.py`. `batch_size` "adaptive" also limits how many requests a step
+    decodes (BROS). Offline prefill chunks below `min_chunk_tokens` wait for a better step, and
+    those whose tokens take longer than `1 + chunk_overhead` times what they would in the best chunk
+    wait under "slack" while the room for them grows, see `policies/prefills/chunk_wait.py`; not
+    with 0. Nor does a limit cut online chunks shorter than that where online requests queue.
+    `candidates`: how many requests are weighed for each prefill. `gather` lets them wait while
+    there is room for few, until so many start in one prefill step that it pays, see
+    `policies/prefills/gathering.py`; `gather_online` does the same for online requests in a long
+    queue, as far as first tokens allow. `gate` lets offline ones wait while those that decode make
+    more of the time than one more would, its prompt computed as often as such are lost to online
+    requests (OOCO), see `policies/prefills/gating.py`.
     """
 
     limit: str = _choice("auto", "auto", "slack", "budget", "relative", "off")

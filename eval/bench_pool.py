@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from echo_sgl.engine.offline_pool import OfflinePool
-from echo_sgl.policies.offline_order import PsmOrder
+from echo_sgl.engine.pool.offline_pool import OfflinePool
+from echo_sgl.policies.order.offline_order import PsmOrder
 from eval.machine import machine
 
 SIZES = (1_000, 10_000, 50_000)

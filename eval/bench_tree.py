@@ -154,8 +154,8 @@ class _timed:
 
 
 def _attach_pool(tree: _Tree) -> Any:
-    from echo_sgl.engine.offline_pool import OfflinePool
-    from echo_sgl.policies.offline_order import PsmOrder
+    from echo_sgl.engine.pool.offline_pool import OfflinePool
+    from echo_sgl.policies.order.offline_order import PsmOrder
 
     pool = OfflinePool(PsmOrder(), capacity=NUM_PENDING)
     tree.core.pending, pool.on_change = pool, tree.core.prompt_changed
@@ -261,7 +261,7 @@ def _create_core(name: str) -> Any:
     )
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    from echo_sgl.engine.tree_core import EchoTreeCore
+    from echo_sgl.engine.cache.tree_core import EchoTreeCore
 
     if get_tree_core_factory("echo") is None:
         config = CacheConfig(order="next-use")

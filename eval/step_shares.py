@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from echo_sgl.engine.step_log import DEFAULT_CAPACITY
+from echo_sgl.engine.steps.step_log import DEFAULT_CAPACITY
 from echo_sgl.types import MAX_TRACE_S
 from eval.server import LOCAL, Server
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from echo_sgl.config import EchoConfig
 from echo_sgl.estimators.batch_time import StepEstimator
-from echo_sgl.policies.batch_size import create_batch_size
-from echo_sgl.policies.chunk_wait import ChunkWait
-from echo_sgl.policies.decode_selections import create_decode_selection
-from echo_sgl.policies.step_limits import create_step_limit
+from echo_sgl.policies.decodes.batch_size import create_batch_size
+from echo_sgl.policies.decodes.decode_selections import create_decode_selection
+from echo_sgl.policies.limits.step_limits import create_step_limit
+from echo_sgl.policies.prefills.chunk_wait import ChunkWait
 from echo_sgl.policies.step_planner import StepPlanner
 
 # Of the places; BROS's base is 128, half of what engines run by default.

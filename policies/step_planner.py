@@ -14,20 +14,13 @@ from echo_sgl.batch_shape import BatchShape, StepKind
 from echo_sgl.config import EchoConfig
 from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
 from echo_sgl.estimators.conformal import FLOOR_S
-from echo_sgl.policies.arrival_wait import ArrivalWait
-from echo_sgl.policies.batch_size import BatchSize
-from echo_sgl.policies.chunk_wait import ChunkWait
-from echo_sgl.policies.contexts import Contexts
-from echo_sgl.policies.decode_planner import DecodePlanner
-from echo_sgl.policies.decode_selection import DecodeSelection
-from echo_sgl.policies.gathering import Gathering
-from echo_sgl.policies.gating import Gating
-from echo_sgl.policies.held_plan import HeldPlan
-from echo_sgl.policies.late_last import LateLast
-from echo_sgl.policies.online_planner import OnlinePlanner, page_aligned
-from echo_sgl.policies.place_trend import PlaceTrend
-from echo_sgl.policies.places import Placed, Places, Queued
-from echo_sgl.policies.step_limit import (
+from echo_sgl.policies.decodes.batch_size import BatchSize
+from echo_sgl.policies.decodes.contexts import Contexts
+from echo_sgl.policies.decodes.decode_planner import DecodePlanner
+from echo_sgl.policies.decodes.decode_selection import DecodeSelection
+from echo_sgl.policies.decodes.held_plan import HeldPlan
+from echo_sgl.policies.limits.arrival_wait import ArrivalWait
+from echo_sgl.policies.limits.step_limit import (
     NOTHING_ONLINE,
     Ending,
     NoLimit,
@@ -35,6 +28,13 @@ from echo_sgl.policies.step_limit import (
     OnlineView,
     StepLimit,
 )
+from echo_sgl.policies.prefills.chunk_wait import ChunkWait
+from echo_sgl.policies.prefills.gathering import Gathering
+from echo_sgl.policies.prefills.gating import Gating
+from echo_sgl.policies.prefills.late_last import LateLast
+from echo_sgl.policies.prefills.online_planner import OnlinePlanner, page_aligned
+from echo_sgl.policies.prefills.place_trend import PlaceTrend
+from echo_sgl.policies.prefills.places import Placed, Places, Queued
 
 
 class StepPlanner(DecodePlanner, OnlinePlanner):

@@ -180,7 +180,7 @@ def _offline_work(jobs: Path | None, output_tokens: int) -> Trace:
 
 def _check_reserve(echo: EchoConfig, resources: list[Resource], page_tokens: int) -> None:
     """Errors: `ConfigError` when one of the pools is too small for what is kept free in it."""
-    from echo_sgl.policies.reserve import check_bounds
+    from echo_sgl.policies.cache.reserve import check_bounds
 
     for size in {one.kv_tokens for one in resources}:
         try:

@@ -8,12 +8,12 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from echo_sgl.engine.places import queued
-from echo_sgl.engine.refusals import Reason, Refusal, limit_facts
+from echo_sgl.engine.requests.places import queued
+from echo_sgl.engine.requests.refusals import Reason, Refusal, limit_facts
+from echo_sgl.engine.requests.tasks import is_offline
+from echo_sgl.engine.requests.terms import terms_of
 from echo_sgl.engine.settings import active_config
-from echo_sgl.engine.tasks import is_offline
-from echo_sgl.engine.terms import terms_of
-from echo_sgl.policies.offer_size import MAX_OFFERED
+from echo_sgl.policies.order.offer_size import MAX_OFFERED
 
 if TYPE_CHECKING:
     from echo_sgl.engine.scheduler import EchoScheduler

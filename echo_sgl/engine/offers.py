@@ -10,19 +10,19 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, retract_all
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import OfflineConfig
-from echo_sgl.engine.adapters import claimed_adapters
-from echo_sgl.engine.admission import EchoPrefillAdder
-from echo_sgl.engine.kv_limits import KvLimits, needed_tokens
-from echo_sgl.engine.parking import has_prompt_logprobs
+from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder
+from echo_sgl.engine.cache.kv_limits import KvLimits, needed_tokens
+from echo_sgl.engine.decodes.adapters import claimed_adapters
+from echo_sgl.engine.decodes.parking import has_prompt_logprobs
+from echo_sgl.engine.pool.weighing import Weighing
 from echo_sgl.engine.pool_intake import PoolIntake
-from echo_sgl.engine.positions import KeptPositions, kept_positions, restore_positions
-from echo_sgl.engine.refusals import NO_ROOM, Reason
-from echo_sgl.engine.roster import may_sit_out
+from echo_sgl.engine.requests.positions import KeptPositions, kept_positions, restore_positions
+from echo_sgl.engine.requests.refusals import NO_ROOM, Reason
+from echo_sgl.engine.requests.roster import may_sit_out
+from echo_sgl.engine.requests.tasks import is_offline
 from echo_sgl.engine.settings import active_config
-from echo_sgl.engine.tasks import is_offline
-from echo_sgl.engine.weighing import Weighing
-from echo_sgl.policies.gathering import Gathering
-from echo_sgl.policies.offer_size import OfferSize
+from echo_sgl.policies.order.offer_size import OfferSize
+from echo_sgl.policies.prefills.gathering import Gathering
 
 
 class Offers(PoolIntake):

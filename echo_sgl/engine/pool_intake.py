@@ -14,15 +14,15 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 
+from echo_sgl.engine.admission.queue_order import EchoSchedulePolicy
+from echo_sgl.engine.cache.kv_limits import KvLimits
 from echo_sgl.engine.clock import StepClock
-from echo_sgl.engine.deadlines import DeadlineWatch
-from echo_sgl.engine.kv_limits import KvLimits
-from echo_sgl.engine.metrics import SchedulerMetrics
-from echo_sgl.engine.offline_pool import OfflinePool
-from echo_sgl.engine.places import enter
-from echo_sgl.engine.queue_order import EchoSchedulePolicy
-from echo_sgl.engine.step_control import StepControl
-from echo_sgl.engine.terms import terms_of
+from echo_sgl.engine.metrics.request_metrics import SchedulerMetrics
+from echo_sgl.engine.pool.deadlines import DeadlineWatch
+from echo_sgl.engine.pool.offline_pool import OfflinePool
+from echo_sgl.engine.requests.places import enter
+from echo_sgl.engine.requests.terms import terms_of
+from echo_sgl.engine.steps.step_control import StepControl
 
 
 class PoolIntake(Scheduler):

@@ -14,12 +14,12 @@ from sglang.srt.runtime_context import get_parallel
 
 from echo_sgl.batch_shape import BatchRow
 from echo_sgl.engine.explain import explain
+from echo_sgl.engine.requests.tasks import is_offline
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import active_config
-from echo_sgl.engine.step_log import COLUMNS
-from echo_sgl.engine.tasks import is_offline
-from echo_sgl.policies.step_limit import StepLimit
-from echo_sgl.policies.step_limits import BudgetLimit
+from echo_sgl.engine.steps.step_log import COLUMNS
+from echo_sgl.policies.limits.step_limit import StepLimit
+from echo_sgl.policies.limits.step_limits import BudgetLimit
 
 if TYPE_CHECKING:
     from echo_sgl.engine.scheduler import EchoScheduler

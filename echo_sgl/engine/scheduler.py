@@ -19,19 +19,20 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_observability, get_parallel
 
-from echo_sgl.engine.adapters import AdapterRoom
-from echo_sgl.engine.admission import EchoPrefillAdder
+from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder
+from echo_sgl.engine.admission.queue_order import EchoSchedulePolicy
+from echo_sgl.engine.cache.kv_limits import KvLimits
 from echo_sgl.engine.clock import Measured, StepClock
-from echo_sgl.engine.deadlines import DeadlineWatch
-from echo_sgl.engine.estimation import FloorWatch, create_live_batch_time
-from echo_sgl.engine.kv_limits import KvLimits
-from echo_sgl.engine.load import with_pooled_load
-from echo_sgl.engine.metrics import SchedulerMetrics
+from echo_sgl.engine.decodes.adapters import AdapterRoom
+from echo_sgl.engine.metrics.load import with_pooled_load
+from echo_sgl.engine.metrics.recording import RecordingLog
+from echo_sgl.engine.metrics.request_metrics import SchedulerMetrics
 from echo_sgl.engine.offers import Offers
-from echo_sgl.engine.offline_pool import OfflinePool
+from echo_sgl.engine.pool.deadlines import DeadlineWatch
+from echo_sgl.engine.pool.offline_pool import OfflinePool
+from echo_sgl.engine.pool.weighing import Weighing
 from echo_sgl.engine.questions import answer_question, obey
-from echo_sgl.engine.queue_order import EchoSchedulePolicy
-from echo_sgl.engine.recording import RecordingLog
+from echo_sgl.engine.requests.tasks import is_offline
 from echo_sgl.engine.server_facts import server_facts
 from echo_sgl.engine.settings import (
     active_config,
@@ -40,13 +41,12 @@ from echo_sgl.engine.settings import (
     refuse_foreign_cache,
     refuse_unsupported,
 )
-from echo_sgl.engine.step_control import StepControl
-from echo_sgl.engine.step_timing import install_step_timer
-from echo_sgl.engine.tasks import is_offline
-from echo_sgl.engine.weighing import Weighing
-from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.offer_size import OfferSize
-from echo_sgl.policies.offline_order import create_offline_order
+from echo_sgl.engine.steps.estimation import FloorWatch, create_live_batch_time
+from echo_sgl.engine.steps.step_control import StepControl
+from echo_sgl.engine.steps.step_timing import install_step_timer
+from echo_sgl.policies.order.deadline_order import DeadlineOrder
+from echo_sgl.policies.order.offer_size import OfferSize
+from echo_sgl.policies.order.offline_order import create_offline_order
 from echo_sgl.types import Task
 
 logger = logging.getLogger(__name__)

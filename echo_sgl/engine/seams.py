@@ -181,7 +181,7 @@ def _scheduler() -> Any:
 
 
 def _radix_cache() -> Any:
-    from echo_sgl.engine.radix_cache import EchoRadixCache
+    from echo_sgl.engine.cache.radix_cache import EchoRadixCache
 
     return EchoRadixCache
 
@@ -196,12 +196,12 @@ HOOKS = (
     Hook(
         Seam(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count offload_kv"),
         "before",
-        _ours("radix_cache.keep_retracted_prefix"),
+        _ours("cache.radix_cache.keep_retracted_prefix"),
     ),
     Hook(
         Seam(f"{_BATCH}.ScheduleBatch._get_decode_retraction_order", "reqs"),
         "after",
-        _ours("admission.decode_retraction_order"),
+        _ours("admission.prefill_adder.decode_retraction_order"),
     ),
     Hook(
         Seam(
@@ -209,7 +209,7 @@ HOOKS = (
             "self request raw_request",
         ),
         "around",
-        _ours("tags.read_service_tier"),
+        _ours("http.tags.read_service_tier"),
     ),
     Hook(
         Seam(
@@ -217,7 +217,7 @@ HOOKS = (
             "self request raw_request",
         ),
         "after",
-        _ours("tags.tag_converted_request"),
+        _ours("http.tags.tag_converted_request"),
     ),
     Hook(
         Seam(
@@ -225,7 +225,7 @@ HOOKS = (
             "self request raw_request",
         ),
         "after",
-        _ours("tags.tag_converted_request"),
+        _ours("http.tags.tag_converted_request"),
     ),
     Hook(
         Seam(
@@ -233,41 +233,45 @@ HOOKS = (
             "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
         ),
         "before",
-        _ours("tags.check_and_stamp"),
+        _ours("http.tags.check_and_stamp"),
     ),
     Hook(
         Seam(f"{_TOKENIZER}._tokenize_one_request", "self obj"),
         "around",
-        _ours("turns.one_prompt_at_a_time"),
+        _ours("http.turns.one_prompt_at_a_time"),
     ),
     Hook(
         Seam(f"{_TOKENIZER}.init_metric_collector_watchdog", "self"),
         "after",
-        _ours("metrics.create_request_metrics"),
+        _ours("metrics.request_metrics.create_request_metrics"),
     ),
     Hook(
         Seam(f"{_TOKENIZER}.collect_metrics", "self state recv_obj i"),
         "after",
-        _ours("metrics.observe_output"),
+        _ours("metrics.request_metrics.observe_output"),
     ),
     Hook(
         Seam(f"{_TOKENIZER}._handle_abort_req", "self recv_obj"),
         "before",
-        _ours("metrics.observe_queued_abort"),
+        _ours("metrics.request_metrics.observe_queued_abort"),
     ),
     Hook(
         Seam(f"{_TOKENIZER_MODULE}.SignalHandler.sigterm_handler", "self signum frame"),
         "after",
-        _ours("shutdown.end_offline_requests"),
+        _ours("http.shutdown.end_offline_requests"),
     ),
     *(
-        Hook(Seam(f"{_TOKENIZER}.{name}", parameters), "around", _ours("weights.hand_back_offline"))
+        Hook(
+            Seam(f"{_TOKENIZER}.{name}", parameters),
+            "around",
+            _ours("http.weights.hand_back_offline"),
+        )
         for name, parameters in _WEIGHT_UPDATES.items()
     ),
     Hook(
         Seam(f"{_TOKENIZER}._unload_lora_adapter_locked", "self obj"),
         "around",
-        _ours("weights.hand_back_adapter"),
+        _ours("http.weights.hand_back_adapter"),
     ),
     Hook(
         Seam(
@@ -276,7 +280,7 @@ HOOKS = (
             "subprocess_watchdog execute_warmup_func launch_callback",
         ),
         "before",
-        _ours("routes.add_routes"),
+        _ours("http.routes.add_routes"),
     ),
     Hook(
         Seam(
@@ -284,7 +288,7 @@ HOOKS = (
             "method path authorization_header api_key admin_api_key auth_level",
         ),
         "after",
-        _ours("batch_routes.admit_tenants"),
+        _ours("http.batch_routes.admit_tenants"),
     ),
     Hook(
         Seam("sglang.srt.server_args.ServerArgs.check_server_args", "self"),

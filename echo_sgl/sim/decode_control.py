@@ -1,12 +1,12 @@
-"""Who of the offline requests decodes in a simulated step; follows `engine/decode_control.py`."""
+"""Who of the offline requests decodes in a simulated step, as in `engine/decodes`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from echo_sgl.policies.contexts import Contexts
-from echo_sgl.policies.decode_selection import Decode
-from echo_sgl.policies.replacement import OnlineDecode
+from echo_sgl.policies.decodes.contexts import Contexts
+from echo_sgl.policies.decodes.decode_selection import Decode
+from echo_sgl.policies.decodes.replacement import OnlineDecode
 from echo_sgl.policies.step_planner import StepPlanner
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.offline_pool import SimOfflinePool

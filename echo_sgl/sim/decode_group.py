@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from echo_sgl.batch_shape import BatchShape, SummedShape
-from echo_sgl.policies.step_limit import ENDING_TOKENS, Ending
+from echo_sgl.policies.limits.step_limit import ENDING_TOKENS, Ending
 from echo_sgl.sim.workload import DecodeClock, SimRequest
 
 Entry = tuple[float, int, SimRequest]

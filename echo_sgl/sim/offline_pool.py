@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.deadlines import LOOK_EVERY_S, InWork, RateMeter, progress
-from echo_sgl.policies.offer_size import in_line
-from echo_sgl.policies.offline_order import PrefixNeed
+from echo_sgl.policies.order.deadline_order import DeadlineOrder
+from echo_sgl.policies.order.deadlines import LOOK_EVERY_S, InWork, RateMeter, progress
+from echo_sgl.policies.order.offer_size import in_line
+from echo_sgl.policies.order.offline_order import PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
 from echo_sgl.sim.workload import SimRequest
 from echo_sgl.types import PendingRequest, Work

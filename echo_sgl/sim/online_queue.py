@@ -6,9 +6,9 @@ import math
 from collections import deque
 from itertools import islice
 
-from echo_sgl.policies.late_last import LateLast
-from echo_sgl.policies.places import Placed, Places, Queued
-from echo_sgl.policies.step_limit import Promise
+from echo_sgl.policies.limits.step_limit import Promise
+from echo_sgl.policies.prefills.late_last import LateLast
+from echo_sgl.policies.prefills.places import Placed, Places, Queued
 from echo_sgl.sim.workload import SimRequest
 
 MAX_SUMMED = 64

@@ -6,9 +6,9 @@ import math
 
 from echo_sgl.config import SloConfig
 from echo_sgl.estimators.live import LiveBatchTime
-from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.offline_order import create_offline_order
-from echo_sgl.policies.step_limit import Promise
+from echo_sgl.policies.limits.step_limit import Promise
+from echo_sgl.policies.order.deadline_order import DeadlineOrder
+from echo_sgl.policies.order.offline_order import create_offline_order
 from echo_sgl.sim.offline_pool import SimOfflinePool
 from echo_sgl.sim.server_config import ServerConfig
 

@@ -1,7 +1,7 @@
 """Which prefills join a simulated step: online first, offline ones in what they leave.
 
-Follows SGLang's `PrefillAdder` and `engine/admission.py`: the first request that is refused
-ends the pass, one prefill at a time may be between chunks.
+Follows SGLang's `PrefillAdder` and `engine/admission/prefill_adder.py`: the first request that is
+refused ends the pass, one prefill at a time may be between chunks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from enum import Enum, auto
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.policies.candidates import Candidate, Victims, length_bucket, mean_bucket, rank
-from echo_sgl.policies.first_tokens import Joining
+from echo_sgl.policies.order.candidates import Candidate, Victims, length_bucket, mean_bucket, rank
+from echo_sgl.policies.prefills.first_tokens import Joining
 from echo_sgl.sim.scheduler import SimScheduler, StepPlan
 from echo_sgl.sim.workload import SimRequest
 

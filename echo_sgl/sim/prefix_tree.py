@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from echo_sgl.policies.eviction_order import LeafFacts, Worth, create_eviction_order, worth_of
-from echo_sgl.policies.offline_order import PrefixNeed
+from echo_sgl.policies.cache.eviction_order import LeafFacts, Worth, create_eviction_order, worth_of
+from echo_sgl.policies.cache.working_set import WorkingSet
+from echo_sgl.policies.order.offline_order import PrefixNeed
 from echo_sgl.policies.prefix_index import PrefixKey
-from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.types import Task
 
 _NO_NEED = PrefixNeed(num_pending=0, walk_key=None, is_next=False)

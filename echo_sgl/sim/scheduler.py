@@ -1,6 +1,6 @@
 """One simulated scheduler: SGLang's steps, and Echo's objects deciding what is in them.
 
-Follows `engine/scheduler.py` and `engine/step_control.py` call by call. It knows of a request
+Follows `engine/scheduler.py` and `engine/steps/step_control.py` call by call. It knows of a request
 what the engine knows; how long an answer will be is asked by `server.py` only, which passes
 the steps that are left to `DecodeGroup` and never to a policy.
 """
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, SummedShape
 from echo_sgl.estimators.kv_demand import create_kv_demand
-from echo_sgl.policies.offer_size import OfferSize
+from echo_sgl.policies.cache.preemption import Holder, preemption_order
+from echo_sgl.policies.cache.reserve import BurstReserve
+from echo_sgl.policies.cache.working_set import WorkingSet
+from echo_sgl.policies.order.offer_size import OfferSize
 from echo_sgl.policies.planners import create_step_planner
-from echo_sgl.policies.preemption import Holder, preemption_order
-from echo_sgl.policies.reserve import BurstReserve
-from echo_sgl.policies.working_set import WorkingSet
 from echo_sgl.sim.decode_control import SimDecodeControl
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.estimator_feed import EstimatorFeed

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from echo_sgl.cli.explain import sentences
-from echo_sgl.engine.refusals import Reason
+from echo_sgl.engine.requests.refusals import Reason
 
 POOLED = {
     "class": "offline",

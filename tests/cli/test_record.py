@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from echo_sgl.cli import app
 from echo_sgl.cli.record import Collected, Poll, RecordError, RecordingFile
 from echo_sgl.cli.server_route import ServerRouteError
-from echo_sgl.engine.recording import COLUMNS
+from echo_sgl.engine.metrics.recording import COLUMNS
 from echo_sgl.sim.trace_files import read_trace_file
 from echo_sgl.types import Task
 from tests.cli.jobs import heed_interrupts

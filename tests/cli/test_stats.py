@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from echo_sgl.cli import app
 from echo_sgl.cli.stats import make_table, readings
-from echo_sgl.policies.eviction_order import Worth
+from echo_sgl.policies.cache.eviction_order import Worth
 from echo_sgl.types import Task
 from eval.server import LOCAL, Server, free_port
 from tests.cli.conftest import StartCli

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchRow
 from echo_sgl.cli.trace_events import num_steps, trace_document
-from echo_sgl.engine.step_log import COLUMNS, StepNote
+from echo_sgl.engine.steps.step_log import COLUMNS, StepNote
 
 PHASES = {"X", "C", "i", "M"}
 

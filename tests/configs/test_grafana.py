@@ -29,7 +29,7 @@ import json
 from prometheus_client import REGISTRY
 from echo_sgl.batches.metrics import JobMetrics
 from echo_sgl.config import SloConfig
-from echo_sgl.engine.metrics import RequestMetrics, SchedulerMetrics
+from echo_sgl.engine.metrics.request_metrics import RequestMetrics, SchedulerMetrics
 
 RequestMetrics.create(SloConfig()), SchedulerMetrics(), JobMetrics()
 ours = [family for family in REGISTRY.collect() if family.name.startswith("echo_sgl_")]

@@ -16,7 +16,7 @@ from sglang.test.kits.unified_radix_cache.unified_tree_core_inspector import (
 )
 
 from echo_sgl.config import CacheConfig
-from echo_sgl.engine.tree_core import EchoTreeCore
+from echo_sgl.engine.cache.tree_core import EchoTreeCore
 
 
 class EchoInspector(EchoTreeCore, UnifiedTreeCoreInspector):

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 from starlette.responses import JSONResponse
 
-from echo_sgl.engine.batch_routes import envelop_refusals
+from echo_sgl.engine.http.batch_routes import envelop_refusals
 
 KEY = "the-operators-key"
 

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.engine import pool_intake
-from echo_sgl.engine.admission import EchoPrefillAdder
+from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder
 from echo_sgl.engine.scheduler import EchoScheduler
 from eval.server import Server
 from tests.engine.tight import num_running

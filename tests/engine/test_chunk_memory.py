@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from echo_sgl.engine.admission import EchoPrefillAdder
+from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder
 from eval.server import Server
 from tests.engine.tight import num_running
 from tests.engine.traffic import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.scheduler import Scheduler
 
-from echo_sgl.engine.decode_control import StepCounts
+from echo_sgl.engine.decodes.decode_control import StepCounts
 from echo_sgl.engine.scheduler import EchoScheduler
 from echo_sgl.types import Task
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from echo_sgl.config import parse_config
-from echo_sgl.engine.deadlines import DeadlineWatch
-from echo_sgl.engine.step_control import StepControl
-from echo_sgl.engine.step_timing import StepTimer
-from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.held_plan import HELD_S
-from echo_sgl.policies.offline_order import FcfsOrder
-from echo_sgl.policies.step_limit import Promise
+from echo_sgl.engine.pool.deadlines import DeadlineWatch
+from echo_sgl.engine.steps.step_control import StepControl
+from echo_sgl.engine.steps.step_timing import StepTimer
+from echo_sgl.policies.decodes.held_plan import HELD_S
+from echo_sgl.policies.limits.step_limit import Promise
+from echo_sgl.policies.order.deadline_order import DeadlineOrder
+from echo_sgl.policies.order.offline_order import FcfsOrder
 from echo_sgl.types import Task
-from tests.engine.test_running import decoding, step
+from tests.engine.decodes.test_running import decoding, step
 from tests.policies.plans import Clockwork
 
 WITHIN_LIMITS = SimpleNamespace(is_within=True)

@@ -17,7 +17,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from echo_sgl.batches.line_engine import AsgiEngine
 from echo_sgl.batches.model_names import model_names
-from echo_sgl.engine.batch_routes import evicted_adapters
+from echo_sgl.engine.http.batch_routes import evicted_adapters
 
 
 @pytest.mark.parametrize("base", ["m", "org/m:v2", "s3://bucket/m"])

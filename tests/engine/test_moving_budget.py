@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo_sgl.policies.online_attainment import WINDOW_REQUESTS
+from echo_sgl.policies.limits.online_attainment import WINDOW_REQUESTS
 from eval.server import Server
 from tests.engine.tight import UNTRIED, num_running, num_waiting
 from tests.engine.traffic import completion, is_idle, metric, post, send_all, until, wait_until

@@ -12,7 +12,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import Req
 
 from echo_sgl.engine import offers
-from echo_sgl.engine.parking import has_prompt_logprobs
+from echo_sgl.engine.decodes.parking import has_prompt_logprobs
 from echo_sgl.engine.scheduler import EchoScheduler
 
 OFFERED = tuple(f"offered {number}" for number in range(8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from echo_sgl.engine.step_log import DEFAULT_CAPACITY
+from echo_sgl.engine.steps.step_log import DEFAULT_CAPACITY
 from echo_sgl.types import MAX_TRACE_S
 from eval.server import Server
 from eval.step_shares import KINDS, kind_of, room, step_rows, step_shares

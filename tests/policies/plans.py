@@ -6,11 +6,11 @@ import math
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import EchoConfig, SloConfig, StepsConfig
-from echo_sgl.policies.batch_size import create_batch_size
-from echo_sgl.policies.chunk_wait import ChunkWait
-from echo_sgl.policies.decode_selections import create_decode_selection
-from echo_sgl.policies.step_limit import Ending
-from echo_sgl.policies.step_limits import create_step_limit
+from echo_sgl.policies.decodes.batch_size import create_batch_size
+from echo_sgl.policies.decodes.decode_selections import create_decode_selection
+from echo_sgl.policies.limits.step_limit import Ending
+from echo_sgl.policies.limits.step_limits import create_step_limit
+from echo_sgl.policies.prefills.chunk_wait import ChunkWait
 from echo_sgl.policies.step_planner import StepPlanner
 
 NOW_S = 64.0

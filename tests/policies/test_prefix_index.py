@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.policies.lost_prefixes import LostPrefixes
+from echo_sgl.policies.cache.lost_prefixes import LostPrefixes
 from echo_sgl.policies.prefix_index import PrefixIndex, PrefixKey, prefix_key
 from echo_sgl.types import PendingRequest
 

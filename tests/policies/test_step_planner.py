@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import parse_config
-from echo_sgl.policies.contexts import NOBODY, Contexts
-from echo_sgl.policies.decode_selection import Decode
-from echo_sgl.policies.first_tokens import Joining
+from echo_sgl.policies.decodes.contexts import NOBODY, Contexts
+from echo_sgl.policies.decodes.decode_selection import Decode
+from echo_sgl.policies.decodes.replacement import OnlineDecode
 from echo_sgl.policies.planners import create_step_planner
-from echo_sgl.policies.replacement import OnlineDecode
+from echo_sgl.policies.prefills.first_tokens import Joining
 from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
 
 

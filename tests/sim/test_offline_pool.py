@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 
-from echo_sgl.policies.deadline_order import DeadlineOrder
-from echo_sgl.policies.offline_order import FcfsOrder
+from echo_sgl.policies.order.deadline_order import DeadlineOrder
+from echo_sgl.policies.order.offline_order import FcfsOrder
 from echo_sgl.sim.offline_pool import SimOfflinePool
 from echo_sgl.sim.workload import SimRequest
 from echo_sgl.types import Task

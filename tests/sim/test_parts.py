@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_sgl.policies.offline_order import PrefixNeed
-from echo_sgl.policies.step_limit import ENDING_TOKENS
-from echo_sgl.policies.working_set import WorkingSet
+from echo_sgl.policies.cache.working_set import WorkingSet
+from echo_sgl.policies.limits.step_limit import ENDING_TOKENS
+from echo_sgl.policies.order.offline_order import PrefixNeed
 from echo_sgl.sim.decode_group import MAX_OUTDATED, DecodeGroup
 from echo_sgl.sim.events import EventQueue, Priority
 from echo_sgl.sim.prefix_tree import PrefixTree

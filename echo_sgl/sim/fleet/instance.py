@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echo_sgl.batch_shape import BatchRow
-from echo_sgl.policies.decode_selection import Decode
+from echo_sgl.policies.decodes.decode_selection import Decode
 from echo_sgl.sim.decode_group import DecodeGroup
 from echo_sgl.sim.fleet.rules import decode_row
 from echo_sgl.sim.workload import SimRequest

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 from echo_sgl.batch_shape import BatchRow
-from echo_sgl.policies.gating import gate_opens
+from echo_sgl.policies.prefills.gating import gate_opens
 from echo_sgl.sim.fleet.config import FleetConfig
 from echo_sgl.sim.fleet.instance import Instance, RunningStep
 from echo_sgl.sim.fleet.moves import Moves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echo_sgl.batch_shape import BatchRow
-from echo_sgl.policies.decode_selections import create_decode_selection
+from echo_sgl.policies.decodes.decode_selections import create_decode_selection
 from echo_sgl.sim.fleet.config import FleetConfig
 from echo_sgl.sim.fleet.instance import Instance, RunningStep
 from echo_sgl.sim.fleet.moves import Moves

@@ -1,0 +1,1 @@
+"""Who is prefilled: online requests first, offline ones in what these leave."""

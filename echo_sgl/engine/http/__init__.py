@@ -1,0 +1,1 @@
+"""What runs in SGLang's HTTP process: routes, tags, turns, and handing requests back."""

@@ -1,0 +1,1 @@
+"""What a scheduler did, on `/metrics`, in load reports and in recordings."""

@@ -1,0 +1,1 @@
+"""Where offline requests wait: the pool, their deadlines, and who of them is next."""

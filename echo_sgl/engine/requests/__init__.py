@@ -1,0 +1,1 @@
+"""What Echo knows of a request of SGLang's: class, terms, place, and why it waits."""

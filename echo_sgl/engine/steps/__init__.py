@@ -1,0 +1,1 @@
+"""Each step held against its limit, and measured."""

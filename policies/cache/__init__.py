@@ -1,0 +1,1 @@
+"""What of the KV cache is kept for whom, and whose memory goes first."""

@@ -1,0 +1,1 @@
+"""Who decodes in a step, and who sits out."""

@@ -1,0 +1,1 @@
+"""How long a step may take when offline work is in it."""

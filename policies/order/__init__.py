@@ -1,0 +1,1 @@
+"""In which order offline requests are taken: by prefix, deadline and worth."""

@@ -1,0 +1,1 @@
+"""Who is prefilled in a step, and who waits for the next one."""
