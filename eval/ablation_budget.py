@@ -7,8 +7,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from echo_sgl.cli.budget import evidence, run_search
-from echo_sgl.cli.replay import Replayer
+from echo_sgl.cli.tuning.budget import evidence, run_search
+from echo_sgl.cli.tuning.replay import Replayer
 from echo_sgl.config import parse_config
 from echo_sgl.estimators.budget import Target
 from echo_sgl.sim.workload import Trace

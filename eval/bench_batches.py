@@ -22,10 +22,10 @@ import orjson
 from fastapi import FastAPI
 
 from echo_sgl.batches.assembly import add_batch_service
-from echo_sgl.batches.lines import COMPLETIONS_URL
-from echo_sgl.batches.replies import Reply
+from echo_sgl.batches.http.tenants import Tenants
+from echo_sgl.batches.lines.job_line import COMPLETIONS_URL
+from echo_sgl.batches.lines.replies import Reply
 from echo_sgl.batches.store.job_store import open_store
-from echo_sgl.batches.tenants import Tenants
 from echo_sgl.config import BatchesConfig
 from eval.machine import machine, peak_bytes
 

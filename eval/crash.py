@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import orjson
 
-from echo_sgl.batches.lines import COMPLETIONS_URL
+from echo_sgl.batches.lines.job_line import COMPLETIONS_URL
 from echo_sgl.batches.store.database import DATABASE_NAME
 from echo_sgl.config import BatchesConfig
 from eval.machine import provenance

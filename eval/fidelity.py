@@ -33,8 +33,8 @@ import orjson
 from rich.console import Console
 
 from echo_sgl.batch_shape import BatchRow
-from echo_sgl.cli.calibration import Driver, fit_all
 from echo_sgl.cli.server_route import fetch
+from echo_sgl.cli.tuning.calibration import Driver, fit_all
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
 from echo_sgl.sim.server_config import ServerConfig, SpeedChange

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from echo_sgl.batch_shape import BatchRow, StepKind
-from echo_sgl.cli.calibration import host_gaps
+from echo_sgl.cli.tuning.calibration import host_gaps
 from echo_sgl.estimators.profile import Profile
 from echo_sgl.sim.server_config import SpeedChange
 from echo_sgl.types import Task

@@ -29,8 +29,8 @@ import orjson
 from rich.console import Console
 
 from echo_sgl.batch_shape import BatchRow, StepKind
-from echo_sgl.cli.calibration import Driver, fit_all
-from echo_sgl.cli.steps import fetch_steps
+from echo_sgl.cli.tuning.calibration import Driver, fit_all
+from echo_sgl.cli.watching.steps import fetch_steps
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
 from echo_sgl.estimators.host_time import HostTime

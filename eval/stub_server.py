@@ -24,10 +24,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from echo_sgl.batches.assembly import add_batch_service
-from echo_sgl.batches.line_engine import AsgiEngine
-from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL
+from echo_sgl.batches.dispatch.line_engine import AsgiEngine
+from echo_sgl.batches.http.tenants import Tenants
+from echo_sgl.batches.lines.job_line import CHAT_URL, COMPLETIONS_URL
 from echo_sgl.batches.store.job_store import open_store
-from echo_sgl.batches.tenants import Tenants
 from echo_sgl.config import BatchesConfig, load_config
 
 MODEL = "stub"

@@ -10,14 +10,14 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from echo_sgl.batches.api import batch_router
-from echo_sgl.batches.dispatcher import Dispatcher
-from echo_sgl.batches.line_engine import LineEngine
-from echo_sgl.batches.metrics import JobMetrics
-from echo_sgl.batches.progress import LateProgress
-from echo_sgl.batches.service import BatchService
+from echo_sgl.batches.dispatch.dispatcher import Dispatcher
+from echo_sgl.batches.dispatch.line_engine import LineEngine
+from echo_sgl.batches.dispatch.metrics import JobMetrics
+from echo_sgl.batches.dispatch.progress import LateProgress
+from echo_sgl.batches.http.api import batch_router
+from echo_sgl.batches.http.service import BatchService
+from echo_sgl.batches.http.tenants import Tenants
 from echo_sgl.batches.store.job_store import JobStore
-from echo_sgl.batches.tenants import Tenants
 from echo_sgl.config import BatchesConfig
 
 logger = logging.getLogger(__name__)

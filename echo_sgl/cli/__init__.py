@@ -10,18 +10,18 @@ import sys
 
 import typer
 
-from echo_sgl.cli.batch import batch_app
-from echo_sgl.cli.budget import budget
-from echo_sgl.cli.calibrate import calibrate
+from echo_sgl.cli.batch.commands import batch_app
 from echo_sgl.cli.doctor import doctor
-from echo_sgl.cli.explain import explain
-from echo_sgl.cli.plan import plan
-from echo_sgl.cli.record import record
+from echo_sgl.cli.planning.plan import plan
 from echo_sgl.cli.serve import serve
-from echo_sgl.cli.stats import stats
-from echo_sgl.cli.step_trace import trace
-from echo_sgl.cli.steps import steps_app
-from echo_sgl.cli.top import top
+from echo_sgl.cli.tuning.budget import budget
+from echo_sgl.cli.tuning.calibrate import calibrate
+from echo_sgl.cli.watching.explain import explain
+from echo_sgl.cli.watching.record import record
+from echo_sgl.cli.watching.stats import stats
+from echo_sgl.cli.watching.step_trace import trace
+from echo_sgl.cli.watching.steps import steps_app
+from echo_sgl.cli.watching.top import top
 from echo_sgl.errors import EchoError
 
 USER_ERROR_EXIT = 2

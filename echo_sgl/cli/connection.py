@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from echo_sgl.batches.model_names import is_served, model_names
-from echo_sgl.batches.replies import Reply
-from echo_sgl.batches.window import backoff_s
+from echo_sgl.batches.dispatch.window import backoff_s
+from echo_sgl.batches.lines.model_names import is_served, model_names
+from echo_sgl.batches.lines.replies import Reply
 from echo_sgl.errors import EchoError
 
 PROBE_TIMEOUT_S = 30.0  # SGLang's own health check gives up after 20 s

@@ -185,8 +185,8 @@ def _set_up_batches(
                 "on with --echo-state-dir DIR"
             )
         return
+    from echo_sgl.batches.http.tenants import read_keys_file
     from echo_sgl.batches.store.job_store import open_store
-    from echo_sgl.batches.tenants import read_keys_file
 
     open_store(state_dir, database_url).close()
     os.environ[STATE_DIR_ENV] = str(state_dir.absolute())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from echo_sgl.batches.lines import EMBEDDINGS_URL, URLS, answer_limits
+from echo_sgl.batches.lines.job_line import EMBEDDINGS_URL, URLS, answer_limits
 from echo_sgl.sim.trace_files import MAX_TOKENS, TraceFileError
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task

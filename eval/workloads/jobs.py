@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from echo_sgl.batches.lines import whole_number
+from echo_sgl.batches.lines.job_line import whole_number
 from eval.workloads import WorkloadError, find_data, read_lines
 from eval.workloads.prompts import Tokenizer, part_of_tokens
 

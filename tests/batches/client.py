@@ -14,7 +14,7 @@ import openai
 import orjson
 from openai.types import Batch
 
-from echo_sgl.batches.tenants import Tenants
+from echo_sgl.batches.http.tenants import Tenants
 from echo_sgl.config import BatchesConfig
 from eval.stub_server import MODEL, StubModel, create_app
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
-from echo_sgl.batches import assembly, validator
-from echo_sgl.batches.dispatcher import Dispatcher
+from echo_sgl.batches import assembly
+from echo_sgl.batches.dispatch import validator
+from echo_sgl.batches.dispatch.dispatcher import Dispatcher
 from echo_sgl.batches.store.job_store import JobStore, open_store
 from eval.postgres import MISSING, binaries, running_postgres
 from tests.batches.client import Stub, running_stub

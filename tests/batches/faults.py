@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
-from echo_sgl.batches.active_job import ActiveJob
-from echo_sgl.batches.dispatcher import Dispatcher
+from echo_sgl.batches.dispatch.active_job import ActiveJob
+from echo_sgl.batches.dispatch.dispatcher import Dispatcher
 from echo_sgl.batches.store import work
 from eval.stub_server import StubModel
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import orjson
 from sqlalchemy import Connection, func, select
 
-from echo_sgl.batches.replies import Usage
+from echo_sgl.batches.lines.replies import Usage
 from echo_sgl.batches.store import batch_rows, files, work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import lines

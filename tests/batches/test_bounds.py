@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select, text
 
-from echo_sgl.batches.api_errors import ApiError
-from echo_sgl.batches.ending import delete_expired_files
-from echo_sgl.batches.limits import Rate, UploadsUnderWay
-from echo_sgl.batches.service import DAY_S, BatchService
+from echo_sgl.batches.dispatch.ending import delete_expired_files
+from echo_sgl.batches.http.api_errors import ApiError
+from echo_sgl.batches.http.limits import Rate, UploadsUnderWay
+from echo_sgl.batches.http.service import DAY_S, BatchService
+from echo_sgl.batches.http.uploads import Upload
 from echo_sgl.batches.store import batch_rows, bounds, files, work
 from echo_sgl.batches.store.blobs import Draft
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import batches, blob_chunks, lines
-from echo_sgl.batches.uploads import Upload
 from echo_sgl.config import BatchesConfig
 from tests.batches.conftest import OpenStore
 from tests.batches.rows import add_batch, add_file, answer, claim, finish, num_lines

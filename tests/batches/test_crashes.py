@@ -14,13 +14,13 @@ import pytest
 from alembic import command
 from sqlalchemy import create_engine, select
 
-from echo_sgl.batches.active_job import ActiveJob, claim_lines
+from echo_sgl.batches.dispatch.active_job import ActiveJob, claim_lines
+from echo_sgl.batches.dispatch.window import MAX_CRASHES, SendLimit, Weight, max_together
 from echo_sgl.batches.store import batch_rows, work
 from echo_sgl.batches.store.database import DATABASE_NAME, migration_config, open_database
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import lines
 from echo_sgl.batches.store.work import Span
-from echo_sgl.batches.window import MAX_CRASHES, SendLimit, Weight, max_together
 from tests.batches.client import ENDED, job
 from tests.batches.rows import add_batch, answer, claim, crashes, finish
 from tests.cli.stubs import StubServer

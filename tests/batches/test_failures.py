@@ -18,13 +18,13 @@ from openai.types import Batch
 
 from echo_sgl.batches import clock
 from echo_sgl.batches.clock import MAX_STEP_S
-from echo_sgl.batches.line_engine import AsgiEngine
-from echo_sgl.batches.replies import Reply
-from echo_sgl.batches.service import BatchService
+from echo_sgl.batches.dispatch.line_engine import AsgiEngine
+from echo_sgl.batches.dispatch.validator import Validator
+from echo_sgl.batches.http.service import BatchService
+from echo_sgl.batches.lines.replies import Reply
 from echo_sgl.batches.store.blobs import DiskBlobs
 from echo_sgl.batches.store.database import StoreError
 from echo_sgl.batches.store.job_store import open_store
-from echo_sgl.batches.validator import Validator
 from tests.batches.client import job, running_stub
 
 

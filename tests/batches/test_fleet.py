@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, select, text
 
-from echo_sgl.batches import job_table
-from echo_sgl.batches.active_job import ActiveJob, Claim, claim_lines
 from echo_sgl.batches.clock import SharedClock
-from echo_sgl.batches.lease import LEASE_S
+from echo_sgl.batches.dispatch import job_table
+from echo_sgl.batches.dispatch.active_job import ActiveJob, Claim, claim_lines
+from echo_sgl.batches.dispatch.lease import LEASE_S
 from echo_sgl.batches.store import batch_rows, work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import lines
@@ -137,7 +137,7 @@ def test_each_job_is_done_by_the_server_that_has_its_model(
 ) -> None:
     if database_url is None:
         pytest.skip("SQLite belongs to one server")
-    monkeypatch.setattr("echo_sgl.batches.lease.RENEW_S", 0.2)
+    monkeypatch.setattr("echo_sgl.batches.dispatch.lease.RENEW_S", 0.2)
 
     async def main() -> None:
         a = StubModel(0.0, name="model-a")

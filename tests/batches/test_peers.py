@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from sqlalchemy import update
 
-from echo_sgl.batches.active_job import ActiveJob, claim_lines
-from echo_sgl.batches.lease import LEASE_S, renew
+from echo_sgl.batches.dispatch.active_job import ActiveJob, claim_lines
+from echo_sgl.batches.dispatch.lease import LEASE_S, renew
 from echo_sgl.batches.store import work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.peers import Peers

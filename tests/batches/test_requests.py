@@ -11,8 +11,8 @@ import openai
 import orjson
 import pytest
 
-from echo_sgl.batches import uploads
-from echo_sgl.batches.tenants import Tenants
+from echo_sgl.batches.http import uploads
+from echo_sgl.batches.http.tenants import Tenants
 from tests.batches.client import Stub, job, line
 from tests.cli.stubs import StubServer
 

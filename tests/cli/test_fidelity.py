@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from echo_sgl.cli.calibration import Driver, fit_all
+from echo_sgl.cli.tuning.calibration import Driver, fit_all
 from echo_sgl.config import load_config
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.types import Task

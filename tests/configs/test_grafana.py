@@ -27,7 +27,7 @@ NAME = re.compile(r"echo_sgl_\w+")
 NAMES_SCRIPT = """
 import json
 from prometheus_client import REGISTRY
-from echo_sgl.batches.metrics import JobMetrics
+from echo_sgl.batches.dispatch.metrics import JobMetrics
 from echo_sgl.config import SloConfig
 from echo_sgl.engine.metrics.request_metrics import RequestMetrics, SchedulerMetrics
 

@@ -11,7 +11,7 @@ import pytest
 
 from eval.server import LOCAL
 from tests.cli.jobs import run_cli
-from tests.cli.test_trace_events import check_format
+from tests.cli.watching.test_trace_events import check_format
 from tests.engine.tight import num_running
 from tests.engine.traffic import (
     FLEX,

@@ -15,8 +15,8 @@ from sglang.srt.managers import tokenizer_control_mixin, tokenizer_manager
 from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOutput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from echo_sgl.batches.line_engine import AsgiEngine
-from echo_sgl.batches.model_names import model_names
+from echo_sgl.batches.dispatch.line_engine import AsgiEngine
+from echo_sgl.batches.lines.model_names import model_names
 from echo_sgl.engine.http.batch_routes import evicted_adapters
 
 

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, StepKind, decode_row, rows_of
-from echo_sgl.cli.calibration import fit_all
+from echo_sgl.cli.tuning.calibration import fit_all
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
 from eval.corun import RESULTS_DIR

@@ -15,9 +15,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, case, delete, func, insert, literal, or_, select, update
 
+from echo_sgl.batches.dispatch.window import MAX_CRASHES
 from echo_sgl.batches.store.files import extend_file, new_file_id, remember_gone
 from echo_sgl.batches.store.schema import FAILED, batches, files, lines, ranges
-from echo_sgl.batches.window import MAX_CRASHES
 
 TERMINAL = ("failed", "completed", "expired", "cancelled")
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")

@@ -27,10 +27,10 @@ from sqlalchemy import (
     update,
 )
 
-from echo_sgl.batches.replies import Usage
+from echo_sgl.batches.dispatch.window import MAX_CRASHES, max_together
+from echo_sgl.batches.lines.replies import Usage
 from echo_sgl.batches.store.batch_rows import end_lines_if_done, lock_batch
 from echo_sgl.batches.store.schema import COMPLETED, FAILED, batches, lines, ranges, servers
-from echo_sgl.batches.window import MAX_CRASHES, max_together
 
 FORGET_AFTER_S = 86_400.0
 

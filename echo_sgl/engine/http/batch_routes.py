@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echo_sgl.batches.api_errors import EnvelopedRefusals
-from echo_sgl.batches.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
-from echo_sgl.batches.tenants import FileTenants, KeysFileError, Tenants
+from echo_sgl.batches.http.api_errors import EnvelopedRefusals
+from echo_sgl.batches.http.tenants import FileTenants, KeysFileError, Tenants
+from echo_sgl.batches.lines.job_line import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 from echo_sgl.config import DATABASE_URL_ENV, KEYS_FILE_ENV, STATE_DIR_ENV
 from echo_sgl.engine.settings import active_config
 
 if TYPE_CHECKING:
-    from echo_sgl.batches.progress import LateProgress
+    from echo_sgl.batches.dispatch.progress import LateProgress
 
 TENANT_PATHS = "/v1/"
 _FROM_TENSORS = "__tensor__"  # SGLang's path of an adapter that came over the network
@@ -35,7 +35,7 @@ def add_to_server(app: Any, server_args: Any, tokenizer_manager: Any) -> None:
     if not state_dir:
         return
     from echo_sgl.batches.assembly import add_batch_service
-    from echo_sgl.batches.line_engine import AsgiEngine
+    from echo_sgl.batches.dispatch.line_engine import AsgiEngine
     from echo_sgl.batches.store.job_store import open_store
 
     _tenants = read_tenants(server_args.api_key)

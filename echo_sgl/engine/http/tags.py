@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from echo_sgl.batches.api_errors import route_path
+from echo_sgl.batches.http.api_errors import route_path
 from echo_sgl.engine.http.turns import pass_turn_on
 from echo_sgl.engine.requests.tasks import task_of_input
 from echo_sgl.engine.requests.terms import (

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from echo_sgl.batches.api_errors import route_path
+from echo_sgl.batches.http.api_errors import route_path
 from echo_sgl.engine.http.envelope import refusal
 from echo_sgl.engine.requests.tasks import is_offline_input
 from echo_sgl.engine.requests.terms import TIER_KEY

@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.mem_cache import unified_radix_cache
 
-from echo_sgl.batches import replies
+from echo_sgl.batches.lines import replies
 from echo_sgl.engine import pool_intake
 from echo_sgl.engine.http import turns, weights
 from echo_sgl.engine.http.batch_routes import abort

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from echo_sgl.batches.api_errors import route_path
+from echo_sgl.batches.http.api_errors import route_path
 from echo_sgl.engine.http.turns import OfflineTurns, one_prompt_at_a_time, pass_turn_on
 from echo_sgl.types import Task
 from eval.load import Phase, make_request

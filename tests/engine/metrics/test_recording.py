@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from echo_sgl.engine.metrics.recording import BLOCK_TOKENS, KEEP_S, LISTEN_S, RecordingLog
 from echo_sgl.engine.metrics import recording
+from echo_sgl.engine.metrics.recording import BLOCK_TOKENS, KEEP_S, LISTEN_S, RecordingLog
 from echo_sgl.engine.requests.terms import RequestTerms
 from echo_sgl.policies.limits.step_limit import Promise
 from echo_sgl.types import Task

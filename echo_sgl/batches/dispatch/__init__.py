@@ -1,0 +1,1 @@
+"""Work through the open batches in the background: check, claim, send, record, end."""

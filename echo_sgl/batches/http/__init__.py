@@ -1,0 +1,1 @@
+"""OpenAI's Files and Batches over HTTP: routes, rules, tenants and their limits."""

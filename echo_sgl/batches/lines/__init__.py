@@ -1,0 +1,1 @@
+"""A job file: its lines, checked and in order, and what was answered to each."""

@@ -1,0 +1,1 @@
+"""`echo-sgl plan`: how much hardware a trace needs."""

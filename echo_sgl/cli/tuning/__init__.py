@@ -1,0 +1,1 @@
+"""`echo-sgl calibrate` and `budget`: measure a live server."""
