@@ -43,12 +43,12 @@ from eval.ablation_report import summary_markdown
 from eval.ablation_store import Store
 from eval.arms import ARMS, Arm
 from eval.cache_arms import with_config_file, with_settings
-from eval.corun import LOGS_DIR, RESULTS_DIR
 from eval.corun_phases import empty_cache
 from eval.deadlines import deadlines_of
 from eval.machine import device_args, on_cpu, probe_s, provenance
 from eval.mix import SERVED_MODEL, Mix
 from eval.models import find_model
+from eval.paths import LOGS_DIR, RESULTS_DIR
 from eval.records import Record, write_records
 from eval.saturation import saturate, saturation_rps
 from eval.server import Server, ServerStartError, start_server, stop_server, wait_ready

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.machine import on_cpu
+from eval.paths import BUILD_DIR
 
 BENCHES = (
     "bench_cpu",
@@ -32,7 +33,7 @@ BENCHES = (
 )
 # What they compare serves on the CPU, where our platform stands aside for an accelerator.
 CPU_BENCHES = {"bench_cpu", "bench_overlap", "bench_lots"}
-RESULT_FILE = Path(__file__).resolve().parent.parent / "build" / "bench.json"
+RESULT_FILE = BUILD_DIR / "bench.json"
 ROW_KEYS = ("name", "ours", "stock", "ratio", "unit", "n", "machine")
 
 Row = Mapping[str, Any]

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.machine import machine
-from eval.models import MODELS_DIR, SIZES, SPECIAL_TOKENS, demo_model
+from eval.models import SIZES, SPECIAL_TOKENS, demo_model
+from eval.paths import LOGS_DIR
 from eval.server import CPU_ARGS, LOCAL, Server, running_server
 
 MODEL_SIZE = "small"
 POOL_ARGS = (*CPU_ARGS, "--max-total-tokens", "40000", "--random-seed", "0")
 STOCK_ARGS = ("--attention-backend", "torch_native")
-LOGS_DIR = MODELS_DIR.parent / "logs"
 PROMPT_TOKENS = 8_000
 PROMPT_ROUNDS = 5
 DECODE_BATCH = 16  # 16 contexts and their answers just fit the KV pool

@@ -11,13 +11,13 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from eval.machine import machine
 from eval.models import SIZES, SPECIAL_TOKENS, demo_model
+from eval.paths import BUILD_DIR, LOGS_DIR
 from eval.server import CPU_ARGS, Server, running_server
 
 MODEL_SIZE = "small"
@@ -37,7 +37,6 @@ predictor = "off"
 [steps]
 gather = {gather}
 """
-BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
 ROUNDS = 8
 NUM_LINES, SHARED_TOKENS, OWN_TOKENS, LONGEST_ANSWER = 240, 200, 10, 63
 NUM_ONLINE, ONLINE_PROMPT_TOKENS, ONLINE_TOKENS = 4, 40, 60
@@ -68,7 +67,7 @@ def _server(gather: str) -> Any:
     config = BUILD_DIR / f"bench-lots-{gather}.toml"
     config.parent.mkdir(exist_ok=True)
     config.write_text(CONFIG.format(gather=gather), encoding="utf-8")
-    log = BUILD_DIR / "logs" / f"bench-lots-{gather}.log"
+    log = LOGS_DIR / f"bench-lots-{gather}.log"
     return running_server(demo_model(MODEL_SIZE), ARGS, config=config, log_path=log)
 
 

@@ -17,12 +17,12 @@ import httpx
 
 from echo_sgl.cpu import OVERLAP_ENV
 from eval.machine import machine
-from eval.models import MODELS_DIR, SIZES, SPECIAL_TOKENS, demo_model
+from eval.models import SIZES, SPECIAL_TOKENS, demo_model
+from eval.paths import LOGS_DIR
 from eval.server import CPU_ARGS, Server, running_server
 
 MODEL_SIZE = "base"
 ARGS = (*CPU_ARGS, "--max-total-tokens", "20000", "--random-seed", "0", "--sleep-on-idle")
-LOGS_DIR = MODELS_DIR.parent / "logs"
 ROUNDS = 20
 NUM_DECODES, DECODE_PROMPT_TOKENS, DECODE_TOKENS = 4, 200, 60
 PROMPT_TOKENS = 300

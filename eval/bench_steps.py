@@ -19,7 +19,6 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,6 +26,7 @@ import numpy as np
 
 from eval.machine import device_args, machine
 from eval.models import demo_model
+from eval.paths import BUILD_DIR, LOGS_DIR
 from eval.server import LOCAL, Server, running_server
 
 NUM_POOLED, NUM_RUNNING, NUM_ONLINE = 50_000, 64, 16
@@ -44,7 +44,6 @@ JOBS = {
 LIMIT_S = 300.0
 ENV = {"OMP_NUM_THREADS": "1"}
 CONFIG = "[slo]\nttft_s = 5.0\ntpot_s = 0.5\n[reserve]\npredictor = 'off'\n"
-BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
 
 
 def run() -> list[dict[str, Any]]:
@@ -66,7 +65,7 @@ def measure(
         *("--max-total-tokens", "60000"),
         *server_args,
     ]
-    log_path = BUILD_DIR / "logs" / "bench-steps.log"
+    log_path = LOGS_DIR / "bench-steps.log"
     with running_server(model, args, config=config, env=env, log_path=log_path) as server:
         own_s, time_s, is_decode = _steps(server, JOBS[job])
     return [

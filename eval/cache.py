@@ -30,10 +30,10 @@ from eval.cache_load import CacheLoad, build_load
 from eval.cache_options import CacheOptions, parse_options
 from eval.cache_phases import run_phases
 from eval.cache_report import summary_markdown
-from eval.corun import LOGS_DIR, RESULTS_DIR
 from eval.machine import device_args, provenance
 from eval.mix import SERVED_MODEL
 from eval.models import demo_model
+from eval.paths import LOGS_DIR, RESULTS_DIR
 from eval.records import write_records
 from eval.results_folder import replacing
 from eval.server import ServerStartError, running_server

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,11 @@ from echo_sgl.config import load_config
 from echo_sgl.types import Task
 from eval.cache_arms import Sections
 from eval.options import check_options, option
+from eval.paths import CONFIGS_DIR, PROFILES_DIR, RESULTS_DIR
 from eval.report import table
 from eval.simulated_load import (
-    CONFIGS_DIR,
     CPU_SERVER,
     LEAD_S,
-    ROOT,
     Load,
     Pattern,
     SimulatedServer,
@@ -39,7 +37,6 @@ from eval.simulated_points import parse_points, simulate_points, write_points
 from eval.summary import tokens_per_s
 from eval.unpromised import H200_SIZES, WHOLE
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
 PROFILE = CONFIGS_DIR / "profiles" / "h200-llama-3-8b.json"
 SMALL_POOL = {
     "pool_tokens": 48_000,
@@ -51,7 +48,7 @@ SERVERS = {
     "H200, 64 places": SimulatedServer(PROFILE, SMALL_POOL, overlap=True),
     "H200, 256 places": SimulatedServer(PROFILE, H200_SIZES, overlap=True),
     "CPU": CPU_SERVER,
-    "fast CPU": SimulatedServer(ROOT / "profiles" / "base-fast-cpu.json"),
+    "fast CPU": SimulatedServer(PROFILES_DIR / "base-fast-cpu.json"),
 }
 # Of which servers, and mean online requests a second.
 LOADS = {

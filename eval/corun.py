@@ -25,6 +25,7 @@ from eval.machine import device_args, provenance
 from eval.mix import SERVED_MODEL, Mix, build_mix
 from eval.models import find_model
 from eval.options import CorunOptions, parse_options
+from eval.paths import LOGS_DIR, RESULTS_DIR
 from eval.records import write_records
 from eval.report import summary_markdown
 from eval.results_folder import replacing
@@ -32,10 +33,6 @@ from eval.server import Server, ServerStartError, running_server
 from eval.summary import over_repetitions, summarise_repetition
 from eval.workloads import WorkloadError
 from eval.workloads.prompts import load_tokenizer
-
-ROOT = Path(__file__).resolve().parent
-RESULTS_DIR = ROOT / "results"
-LOGS_DIR = ROOT.parent / "build" / "logs"
 
 _console = Console(stderr=True)
 

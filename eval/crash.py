@@ -31,10 +31,10 @@ from echo_sgl.batches.store.database import DATABASE_NAME
 from echo_sgl.config import BatchesConfig
 from eval.machine import provenance
 from eval.options import count
+from eval.paths import RESULTS_DIR
 from eval.server import free_port
 from eval.stub_server import MODEL, serve
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results" / "crash"
 PHASES = ("validating", "running", "finalizing", "cancelling")
 ENDED = ("failed", "completed", "expired", "cancelled")
 ENDING = ("finalizing", *ENDED)
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=count, default=200)
     parser.add_argument("--lines", type=count, default=300, help="of each job")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR / "crash")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         jobs = list(run(Path(folder), given.rounds, given.lines, given.seed))

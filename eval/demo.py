@@ -24,6 +24,7 @@ from eval.load import Phase, Request, make_request
 from eval.machine import device_args, on_cpu
 from eval.mix import offline_requests
 from eval.models import SHAPES, find_model
+from eval.paths import BUILD_DIR, LOGS_DIR
 from eval.records import Record, Status
 from eval.server import Server, ServerStartError, running_server
 from eval.workloads import WorkloadError
@@ -32,7 +33,6 @@ from eval.workloads.prompts import SyntheticText, Tokenizer, load_tokenizer
 from eval.workloads.stdlib_job import StdlibJob
 from eval.workloads.traces import bursty_arrivals
 
-BUILD_DIR = Path(__file__).resolve().parent.parent / "build"
 JOB_FILE = BUILD_DIR / "demo" / "job.jsonl"
 SERVED_MODEL = "echo-demo"
 ARM_TITLES = {"stock": "stock SGLang", "echo": "SGLang + Echo"}
@@ -159,7 +159,7 @@ def chat_requests(size: DemoSize, tokenizer: Tokenizer) -> Iterator[tuple[float,
 def _play_arm(name: str, play: Play, console: Console) -> ArmResult:
     """Start the arm's server, serve both loads, stop it."""
     arm, title = pick_arms([name])[name], ARM_TITLES[name]
-    log_path = BUILD_DIR / "logs" / f"demo-{name}.log"
+    log_path = LOGS_DIR / f"demo-{name}.log"
     started_s = time.monotonic()
     args = (*play.server_args, *arm.args)
     with (

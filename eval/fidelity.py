@@ -43,7 +43,6 @@ from eval.ablation_figures import reference_figures
 from eval.ablation_options import AblationOptions, parse_options
 from eval.ablation_phases import PHASES, ArmRun
 from eval.arms import Arm
-from eval.corun import RESULTS_DIR
 from eval.fidelity_options import (
     DEFAULT_ARMS,
     SETTINGS,
@@ -68,6 +67,7 @@ from eval.fidelity_report import (
     speed_changes,
     step_evidence,
 )
+from eval.paths import RESULTS_DIR
 from eval.records import Record, read_records
 from eval.server import LOCAL, Server, ServerStartError
 from eval.slo import Slo

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,9 @@ from echo_sgl.types import Task
 from eval.cache_arms import Sections
 from eval.chunks import GPU_SLO_FACTOR, SERVERS, SLO_FACTORS, load_of
 from eval.options import check_options, option
+from eval.paths import CONFIGS_DIR, RESULTS_DIR
 from eval.report import table
 from eval.simulated_load import (
-    CONFIGS_DIR,
     LEAD_S,
     latencies,
     with_sections,
@@ -33,7 +32,6 @@ from eval.simulated_load import (
 from eval.simulated_points import parse_points, simulate_points, write_points
 from eval.summary import tokens_per_s
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
 # Of which servers, and mean online requests a second.
 LOADS = {
     "H200, 64 places": (("llm-d",), (4.0, 8.0, 12.0, 16.0)),

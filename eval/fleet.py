@@ -38,12 +38,10 @@ from eval import fleet_setting as setting
 from eval.fleet_report import summary_markdown
 from eval.machine import provenance
 from eval.options import add_arguments, check_options, option
+from eval.paths import CONFIGS_DIR, RESULTS_DIR
 from eval.workloads import WorkloadError, find_data
 from eval.workloads.traces import Arrival, read_trace
 
-ROOT = Path(__file__).resolve().parent
-RESULTS_DIR = ROOT / "results"
-CONFIGS_DIR = ROOT.parent / "configs"
 ARMS = (*RULES, *setting.COLOCATED)
 DRAIN_S = 60.0
 JUST_MET = 0.01

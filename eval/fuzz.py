@@ -31,8 +31,9 @@ from eval.fuzz_requests import ADAPTERS, MODEL
 from eval.machine import device_args
 from eval.models import demo_model
 from eval.options import positive
+from eval.paths import LOGS_DIR
 from eval.server import ServerStartError, running_server
-from eval.soak import ROOT, STRICT, check_nothing_is_held
+from eval.soak import STRICT, check_nothing_is_held
 
 # Less than steps take, so that decodes sit out, places change hands and first tokens are late.
 PROMISES = "[slo]\nttft_s = 0.3\ntpot_s = 0.02\n"
@@ -175,7 +176,7 @@ def main(argv: list[str]) -> int:
     while time.monotonic() < until_s:
         rng = random.Random(f"{options.seed}/{number}")
         variant = draw_variant(rng)
-        log_path = ROOT / "build" / "logs" / f"fuzz-{options.seed}-{number}.log"
+        log_path = LOGS_DIR / f"fuzz-{options.seed}-{number}.log"
         said = play_round(variant, rng, options.seconds, log_path)
         num_broken += not said.startswith("ok")
         console.print(f"[{number}] {variant}\n    {said}", markup=False, highlight=False)

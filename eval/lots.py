@@ -26,11 +26,10 @@ from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace, empty_trace
 from echo_sgl.types import Task
 from eval.options import check_options, option
+from eval.paths import CONFIGS_DIR, PROFILES_DIR, RESULTS_DIR
 from eval.report import table
-from eval.simulated_load import CONFIGS_DIR, ROOT
 from eval.simulated_points import parse_points, simulate_points, write_points
 
-RESULTS_DIR = ROOT / "results"
 NUM_DOCUMENTS = 50
 
 
@@ -79,7 +78,7 @@ SERVERS: Mapping[str, Simulated] = {
         ),
     ),
     "CPU": Simulated(
-        ROOT / "profiles" / "base-cpu.json",
+        PROFILES_DIR / "base-cpu.json",
         *(12_000, 16, 512, 1.0, 0.2, (0.0, 0.3), (100, 50)),
         (Shape(512, 40, 1, 31), Shape(512, 40, 1, 127), Shape(512, 400, 1, 127)),
     ),

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODELS_DIR = Path(__file__).resolve().parent.parent / "build" / "models"
+from eval.paths import MODELS_DIR
+
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

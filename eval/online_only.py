@@ -18,7 +18,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from echo_sgl.types import Task
@@ -27,8 +26,9 @@ from eval.cache_arms import with_config_file
 from eval.load import Phase, Request, make_request
 from eval.machine import device_args
 from eval.mix import online_body
-from eval.models import MODELS_DIR, find_model
+from eval.models import find_model
 from eval.options import check_options, option
+from eval.paths import BUILD_DIR, LOGS_DIR, RESULTS_DIR
 from eval.records import Record, Status
 from eval.report import table
 from eval.saturation import WARM_UP_REQUESTS, saturation_rps
@@ -41,8 +41,6 @@ from eval.workloads.jobs import COMPLETIONS_URL
 from eval.workloads.patterns import lognormal_lengths, poisson_arrivals
 from eval.workloads.prompts import SyntheticText, load_tokenizer
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
-BUILD_DIR = MODELS_DIR.parent
 STOCK = "stock"
 LIMIT_S = 300.0
 # `kept`: of the closed loop, the share of requests that got what `promises` promises.
@@ -144,7 +142,7 @@ def _servers(
 ) -> Iterator[tuple[str, Server]]:
     for name, arm in options.arms().items():
         config = with_config_file(arm, BUILD_DIR / f"online-only-{name}.toml").config
-        log_path = BUILD_DIR / "logs" / f"online-only-{name}.log"
+        log_path = LOGS_DIR / f"online-only-{name}.log"
         server = running_server(model, args, config=config, log_path=log_path)
         yield name, stack.enter_context(server)
 

@@ -19,10 +19,10 @@ import orjson
 from rich.console import Console
 
 from eval.bench_steps import JOBS, MIN_STEPS, measure
-from eval.corun import RESULTS_DIR
 from eval.machine import device_args, provenance
 from eval.models import find_model
 from eval.options import check_options, option
+from eval.paths import RESULTS_DIR
 from eval.simulated_points import parse_points
 
 Rows = Sequence[dict[str, Any]]

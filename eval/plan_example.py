@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 from eval.models import demo_model
+from eval.paths import BUILD_DIR, PROFILES_DIR
 from eval.workloads import find_data
 from eval.workloads.jobs import text_set_files, text_set_lines, write_job
 from eval.workloads.prompts import load_tokenizer
 
-ROOT = Path(__file__).resolve().parent
-FOLDER = ROOT.parent / "build" / "plan-example"
-PROFILE = ROOT / "profiles" / "base-cpu.json"
+FOLDER = BUILD_DIR / "plan-example"
+PROFILE = PROFILES_DIR / "base-cpu.json"
 TRACE_S, EVERY, DOCUMENT_TOKENS = 300.0, 10, 2000
 PLAN_ARGS = (
     *("--slo", "ttft_p99=2500ms,tpot_p99=150ms"),

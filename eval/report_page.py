@@ -20,12 +20,10 @@ from typing import Any, TypeVar
 import orjson
 
 from echo_sgl.errors import EchoError
+from eval.paths import BUILD_DIR, RESULTS_DIR
 from eval.report_figures import PLOTS
 from eval.report_markdown import to_html
 
-ROOT = Path(__file__).resolve().parent
-RESULTS_DIR = ROOT / "results"
-BUILD_DIR = ROOT.parent / "build"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PDF_TIMEOUT_S = 120.0
 _MODULE = re.compile(r"eval\.(\w+)")

@@ -26,10 +26,10 @@ from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.kv_demand import KvDemandPredictor, create_kv_demand
 from eval.machine import provenance
 from eval.options import folder_name, positive
+from eval.paths import RESULTS_DIR
 from eval.workloads import WorkloadError, find_data
 from eval.workloads.traces import Arrival, read_trace
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
 TRACES = ("azure_conv_2023.csv.gz", "mooncake_synthetic_trace.jsonl.gz")
 CONFIGS = {
     "peak": ReserveConfig(predictor="peak"),

@@ -29,11 +29,11 @@ from echo_sgl.sim.shared_blocks import Layout
 from eval import fleet_setting as setting
 from eval.machine import provenance
 from eval.options import add_arguments, check_options, option
+from eval.paths import RESULTS_DIR
 from eval.report import table
 from eval.workloads import find_data
 from eval.workloads.traces import read_trace
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
 PAGES = (1, 16, 64)
 # BROS 7.1: best-effort prompts and answers, uniform.
 BROS_PROMPTS, BROS_ANSWERS, NUM_LINES = (512, 1024), (32, 128), 5000

@@ -21,12 +21,11 @@ from eval.ablation_options import AblationOptions
 from eval.cache_arms import Sections
 from eval.fidelity_replay import Prompts, bodies_of, noise_of, replay
 from eval.models import demo_model
+from eval.paths import CONFIGS_DIR, PROFILES_DIR
 from eval.records import Record
 from eval.slo import parse_factors
 from eval.workloads.prompts import load_tokenizer
 
-ROOT = Path(__file__).resolve().parent
-CONFIGS_DIR = ROOT.parent / "configs"
 LEAD_S, DRAIN_S = 5.0, 20.0
 NO_PROMISE = SloConfig()
 # Steps scatter in another way than when the promises were measured.
@@ -42,7 +41,7 @@ class SimulatedServer:
     overlap: bool = False  # as our platform starts CPU servers
 
 
-CPU_SERVER = SimulatedServer(ROOT / "profiles" / "base-cpu.json")
+CPU_SERVER = SimulatedServer(PROFILES_DIR / "base-cpu.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

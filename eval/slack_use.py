@@ -35,9 +35,9 @@ from eval.ablation_arms import ERRORS
 from eval.cache_arms import Sections
 from eval.machine import provenance
 from eval.options import add_arguments, check_options, option
+from eval.paths import CONFIGS_DIR, RESULTS_DIR
 from eval.report import table
 from eval.simulated_load import (
-    CONFIGS_DIR,
     CPU_SERVER,
     LEAD_S,
     Load,
@@ -49,7 +49,6 @@ from eval.simulated_load import (
 )
 from eval.summary import tokens_per_s
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
 LONG = Pattern("azure-qmsum", rate_factor=0.4, length_scale=1.0, max_prompt_tokens=4000)
 LOADS = (
     *(Pattern("azure-qmsum", start_s=start_s) for start_s in (0.0, 900.0, 1800.0)),

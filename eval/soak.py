@@ -20,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,9 +31,9 @@ from echo_sgl.types import OFFLINE_SERVICE_TIER
 from eval.machine import device_args, provenance
 from eval.models import demo_model
 from eval.options import folder_name, positive
+from eval.paths import LOGS_DIR, RESULTS_DIR
 from eval.server import LOCAL, Server, running_server
 
-ROOT = Path(__file__).resolve().parent.parent
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 POOL_TOKENS = 6000
 SERVER_ARGS = (
@@ -165,7 +164,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--name", type=folder_name, default="soak")
     parser.add_argument("--server-args", default="", help="more of `sglang serve`, as one string")
     options = parser.parse_args(argv)
-    log_path = ROOT / "build" / "logs" / f"{options.name}.log"
+    log_path = LOGS_DIR / f"{options.name}.log"
     with running_server(
         demo_model("tiny"),
         (*device_args(), *SERVER_ARGS, *shlex.split(options.server_args)),
@@ -189,7 +188,7 @@ def main(argv: list[str]) -> None:
         "retractions": retractions,
         "held_after_flush": held,
     }
-    folder = ROOT / "eval" / "results" / options.name
+    folder = RESULTS_DIR / options.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2) + b"\n")
     Console().print_json(data=summary)

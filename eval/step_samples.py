@@ -20,7 +20,6 @@ from echo_sgl.batch_shape import BatchRow
 from echo_sgl.estimators.held_out import Samples
 from eval.machine import provenance
 
-SAMPLES_DIR = Path(__file__).resolve().parent / "data"
 CALIBRATION, LIVE = "calibration", "live"
 COLUMNS = ("phase", *BatchRow._fields, "time_s")
 

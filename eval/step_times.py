@@ -20,7 +20,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,14 +37,13 @@ from echo_sgl.estimators.lessons import Lessons
 from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.estimators.profile import save_profile
 from echo_sgl.types import OFFLINE_SERVICE_TIER
-from eval.corun import RESULTS_DIR
 from eval.machine import device_args
 from eval.models import find_model
 from eval.options import count, folder_name, positive
+from eval.paths import LOGS_DIR, RESULTS_DIR, SAMPLES_DIR
 from eval.server import Server, running_server
-from eval.step_samples import CALIBRATION, LIVE, SAMPLES_DIR, read_steps, write_steps
+from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
 
-ROOT = Path(__file__).resolve().parent.parent
 SERVER_ARGS = (
     "--max-total-tokens 24000 --max-running-requests 16 --chunked-prefill-size 512 "
     "--enable-mixed-chunk"
@@ -156,7 +154,7 @@ def _follows(row: BatchRow, before: BatchRow) -> bool:
 
 def measure(size: str, options: argparse.Namespace) -> None:
     """Calibrate a server, play live traffic on it, and keep the steps of both."""
-    log_path = ROOT / "build" / "logs" / f"{options.name}-{size}.log"
+    log_path = LOGS_DIR / f"{options.name}-{size}.log"
     model, load_args = find_model(size)
     args = (*device_args(), *load_args, *shlex.split(options.server_args))
     env = {"OMP_NUM_THREADS": str(options.threads)} if options.threads else {}

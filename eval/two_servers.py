@@ -36,6 +36,7 @@ from eval.demo import DEMO_MODEL_ARGS
 from eval.machine import device_args, provenance
 from eval.models import demo_model
 from eval.options import count
+from eval.paths import LOGS_DIR, RESULTS_DIR
 from eval.postgres import MISSING, binaries, running_postgres
 from eval.router import probe, running_router, version_of
 from eval.server import LOCAL, Server, start_server, stop_server, wait_ready
@@ -44,9 +45,6 @@ from eval.workloads.jobs import write_job
 from eval.workloads.prompts import load_tokenizer
 from eval.workloads.stdlib_job import StdlibJob
 
-ROOT = Path(__file__).resolve().parent
-RESULTS_DIR = ROOT / "results" / "two-servers"
-LOGS_DIR = ROOT.parent / "build" / "logs"
 SERVED_MODEL = "echo-demo"
 WINDOW_LINES = 32
 # One thread each, or two servers would take each other's core; an idle one must not poll.
@@ -136,7 +134,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--documents", type=count, default=12)
     parser.add_argument("--questions", type=count, default=20, help="about each document")
     parser.add_argument("--router", type=Path, metavar="PYTHON")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR / "two-servers")
     given = parser.parse_args(argv)
     folder_of_postgres = binaries()
     if folder_of_postgres is None:

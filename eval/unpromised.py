@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ from echo_sgl.config import load_config
 from echo_sgl.types import Task
 from eval.cache_arms import Sections
 from eval.options import check_options, option
+from eval.paths import CONFIGS_DIR, RESULTS_DIR
 from eval.report import table
 from eval.simulated_load import (
-    CONFIGS_DIR,
     CPU_SERVER,
     LEAD_S,
     NO_PROMISE,
@@ -39,7 +38,6 @@ from eval.simulated_load import (
 from eval.simulated_points import parse_points, simulate_points, write_points
 from eval.summary import tokens_per_s
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
 H200_SIZES = {
     "pool_tokens": 300_000,
     "max_running_requests": 256,

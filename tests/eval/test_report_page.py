@@ -15,11 +15,11 @@ import pytest
 
 from echo_sgl.types import Task
 from eval import report_page
+from eval.paths import RESULTS_DIR
 from eval.records import Record, Status, write_records
 from eval.report_figures import binned, median
 from eval.report_markdown import to_html
 from eval.report_page import (
-    RESULTS_DIR,
     SECTIONS,
     PdfError,
     ReportError,

@@ -9,7 +9,8 @@ import pytest
 
 from echo_sgl.config import load_config
 from eval.ablation_arms import ERRORS
-from eval.simulated_load import CONFIGS_DIR, Load, latencies, with_sections, with_slo
+from eval.paths import CONFIGS_DIR
+from eval.simulated_load import Load, latencies, with_sections, with_slo
 from eval.slack_use import (
     ALONE,
     LOADS,
