@@ -14,7 +14,7 @@ class Arm:
     """What tells one arm from the others: server arguments, Echo's config, request fields.
 
     `config` names a preset or file; `settings` are config sections instead, which whoever
-    runs the arm writes to a file, see `eval.cache_arms.with_config_file`. One without a job
+    runs the arm writes to a file, see `eval.cache.arms.with_config_file`. One without a job
     gets the online requests only.
     """
 

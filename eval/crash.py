@@ -1,6 +1,6 @@
 """Kill the batch service at random moments and see what is left: `python -m eval.crash`.
 
-Store, routes and dispatcher are the real ones; a stub answers the lines (`eval.stub_server`).
+Store, routes and dispatcher are the real ones; `eval.servers.stub_server` answers the lines.
 Each round brings a job into one of four phases, waits a random time, ends the server with
 SIGKILL, looks into the database, starts it again. Every job's output and error file must in the
 end hold each of its lines exactly once, and no kill may cost more answers than the window holds.
@@ -29,11 +29,11 @@ import orjson
 from echo_sgl.batches.lines.job_line import COMPLETIONS_URL
 from echo_sgl.batches.store.database import DATABASE_NAME
 from echo_sgl.config import BatchesConfig
-from eval.machine import provenance
 from eval.options import count
 from eval.paths import RESULTS_DIR
-from eval.server import free_port
-from eval.stub_server import MODEL, serve
+from eval.servers.machine import provenance
+from eval.servers.server import free_port
+from eval.servers.stub_server import MODEL, serve
 
 PHASES = ("validating", "running", "finalizing", "cancelling")
 ENDED = ("failed", "completed", "expired", "cancelled")

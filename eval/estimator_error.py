@@ -11,9 +11,9 @@ from __future__ import annotations
 import shlex
 import sys
 
-from eval.ablation import run_and_print
-from eval.ablation_arms import ERRORS, error_arm_name
-from eval.ablation_options import parse_options
+from eval.ablation.arms import ERRORS, error_arm_name
+from eval.ablation.options import parse_options
+from eval.ablation.run import run_and_print
 
 NAME = "estimator-error"
 

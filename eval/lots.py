@@ -25,10 +25,10 @@ from echo_sgl.sim.server import simulate
 from echo_sgl.sim.server_config import NO_HOST_TIME, ServerConfig
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace, empty_trace
 from echo_sgl.types import Task
+from eval.corun.report import table
 from eval.options import check_options, option
 from eval.paths import CONFIGS_DIR, PROFILES_DIR, RESULTS_DIR
-from eval.report import table
-from eval.simulated_points import parse_points, simulate_points, write_points
+from eval.simulated.points import parse_points, simulate_points, write_points
 
 NUM_DOCUMENTS = 50
 

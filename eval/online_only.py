@@ -22,20 +22,20 @@ from typing import Any
 
 from echo_sgl.types import Task
 from eval.arms import Arm
-from eval.cache_arms import with_config_file
-from eval.load import Phase, Request, make_request
-from eval.machine import device_args
-from eval.mix import online_body
-from eval.models import find_model
+from eval.cache.arms import with_config_file
+from eval.corun.report import table
+from eval.figures.slo import Slo, attainment
+from eval.figures.summary import percentiles_ms
+from eval.load.client import Phase, Request, make_request
+from eval.load.mix import online_body
+from eval.load.records import Record, Status
+from eval.load.saturation import WARM_UP_REQUESTS, saturation_rps
 from eval.options import check_options, option
 from eval.paths import BUILD_DIR, LOGS_DIR, RESULTS_DIR
-from eval.records import Record, Status
-from eval.report import table
-from eval.saturation import WARM_UP_REQUESTS, saturation_rps
-from eval.server import Server, running_server
-from eval.simulated_points import parse_points, write_points
-from eval.slo import Slo, attainment
-from eval.summary import percentiles_ms
+from eval.servers.machine import device_args
+from eval.servers.models import find_model
+from eval.servers.server import Server, running_server
+from eval.simulated.points import parse_points, write_points
 from eval.workloads import WorkloadError
 from eval.workloads.jobs import COMPLETIONS_URL
 from eval.workloads.patterns import lognormal_lengths, poisson_arrivals

@@ -2,7 +2,7 @@
 
     python -m eval.own_time --model llama-3-8b --server-args "--attention-backend triton" --name x
 
-`eval.bench_steps` measures the same with a model that is small enough for every machine. Writes
+`eval.bench.steps` measures the same with a model that is small enough for every machine. Writes
 eval/results/<name>/: config.json, summary.json and summary.md.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 import orjson
 from rich.console import Console
 
-from eval.bench_steps import JOBS, MIN_STEPS, measure
-from eval.machine import device_args, provenance
-from eval.models import find_model
+from eval.bench.steps import JOBS, MIN_STEPS, measure
 from eval.options import check_options, option
 from eval.paths import RESULTS_DIR
-from eval.simulated_points import parse_points
+from eval.servers.machine import device_args, provenance
+from eval.servers.models import find_model
+from eval.simulated.points import parse_points
 
 Rows = Sequence[dict[str, Any]]
 
@@ -35,7 +35,7 @@ class OwnTimeOptions:
     name: str = option("own-time", "folder under eval/results/ that takes the results")
     model: str = option("base", "demo model size (tiny, small, base), shape, folder or hub id")
     server_args: str = option("", "more arguments for the server, as one string")
-    jobs: int = option(len(JOBS), "how many of the jobs of eval.bench_steps", 1)
+    jobs: int = option(len(JOBS), "how many of the jobs of eval.bench.steps", 1)
 
     def __post_init__(self) -> None:
         check_options(self)

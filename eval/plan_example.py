@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eval.models import demo_model
 from eval.paths import BUILD_DIR, PROFILES_DIR
+from eval.servers.models import demo_model
 from eval.workloads import find_data
 from eval.workloads.jobs import text_set_files, text_set_lines, write_job
 from eval.workloads.prompts import load_tokenizer

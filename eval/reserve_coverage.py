@@ -24,9 +24,9 @@ from rich.table import Table
 
 from echo_sgl.config import ReserveConfig
 from echo_sgl.estimators.kv_demand import KvDemandPredictor, create_kv_demand
-from eval.machine import provenance
 from eval.options import folder_name, positive
 from eval.paths import RESULTS_DIR
+from eval.servers.machine import provenance
 from eval.workloads import WorkloadError, find_data
 from eval.workloads.traces import Arrival, read_trace
 

@@ -26,11 +26,11 @@ from rich.progress import track
 from echo_sgl.errors import EchoError
 from echo_sgl.sim.block_server import BlockConfig, BlockResults, BlockServer, Row
 from echo_sgl.sim.shared_blocks import Layout
-from eval import fleet_setting as setting
-from eval.machine import provenance
+from eval.corun.report import table
+from eval.fleet import setting
 from eval.options import add_arguments, check_options, option
 from eval.paths import RESULTS_DIR
-from eval.report import table
+from eval.servers.machine import provenance
 from eval.workloads import find_data
 from eval.workloads.traces import read_trace
 

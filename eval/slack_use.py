@@ -31,13 +31,14 @@ from echo_sgl.config import load_config
 from echo_sgl.errors import EchoError
 from echo_sgl.estimators.profile import Profile, load_profile
 from echo_sgl.types import Task
-from eval.ablation_arms import ERRORS
-from eval.cache_arms import Sections
-from eval.machine import provenance
+from eval.ablation.arms import ERRORS
+from eval.cache.arms import Sections
+from eval.corun.report import table
+from eval.figures.summary import tokens_per_s
 from eval.options import add_arguments, check_options, option
 from eval.paths import CONFIGS_DIR, RESULTS_DIR
-from eval.report import table
-from eval.simulated_load import (
+from eval.servers.machine import provenance
+from eval.simulated.load import (
     CPU_SERVER,
     LEAD_S,
     Load,
@@ -47,7 +48,6 @@ from eval.simulated_load import (
     with_sections,
     with_slo,
 )
-from eval.summary import tokens_per_s
 
 LONG = Pattern("azure-qmsum", rate_factor=0.4, length_scale=1.0, max_prompt_tokens=4000)
 LOADS = (

@@ -28,11 +28,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from echo_sgl.types import OFFLINE_SERVICE_TIER
-from eval.machine import device_args, provenance
-from eval.models import demo_model
 from eval.options import folder_name, positive
 from eval.paths import LOGS_DIR, RESULTS_DIR
-from eval.server import LOCAL, Server, running_server
+from eval.servers.machine import device_args, provenance
+from eval.servers.models import demo_model
+from eval.servers.server import LOCAL, Server, running_server
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 POOL_TOKENS = 6000

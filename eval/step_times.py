@@ -37,12 +37,12 @@ from echo_sgl.estimators.lessons import Lessons
 from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.estimators.profile import save_profile
 from echo_sgl.types import OFFLINE_SERVICE_TIER
-from eval.machine import device_args
-from eval.models import find_model
+from eval.figures.step_samples import CALIBRATION, LIVE, read_steps, write_steps
 from eval.options import count, folder_name, positive
 from eval.paths import LOGS_DIR, RESULTS_DIR, SAMPLES_DIR
-from eval.server import Server, running_server
-from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
+from eval.servers.machine import device_args
+from eval.servers.models import find_model
+from eval.servers.server import Server, running_server
 
 SERVER_ARGS = (
     "--max-total-tokens 24000 --max-running-requests 16 --chunked-prefill-size 512 "

@@ -20,11 +20,12 @@ import numpy as np
 
 from echo_sgl.config import load_config
 from echo_sgl.types import Task
-from eval.cache_arms import Sections
+from eval.cache.arms import Sections
+from eval.corun.report import table
+from eval.figures.summary import tokens_per_s
 from eval.options import check_options, option
 from eval.paths import CONFIGS_DIR, RESULTS_DIR
-from eval.report import table
-from eval.simulated_load import (
+from eval.simulated.load import (
     CPU_SERVER,
     LEAD_S,
     NO_PROMISE,
@@ -35,8 +36,7 @@ from eval.simulated_load import (
     with_sections,
     with_slo,
 )
-from eval.simulated_points import parse_points, simulate_points, write_points
-from eval.summary import tokens_per_s
+from eval.simulated.points import parse_points, simulate_points, write_points
 
 H200_SIZES = {
     "pool_tokens": 300_000,

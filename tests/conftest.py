@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-from eval.models import demo_model
-from eval.server import Server
+from eval.servers.models import demo_model
+from eval.servers.server import Server
 from tests.engine.traffic import decided_texts
 from tests.servers import COMMON_ARGS, NAMED, STRICT, ServerPool, max_alive_servers
 

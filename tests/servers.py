@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from echo_sgl.cpu import OVERLAP_ENV, activate
-from eval.models import demo_model
-from eval.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
+from eval.servers.models import demo_model
+from eval.servers.server import CPU_ARGS, Server, start_server, stop_server, wait_ready
 from tests.quick_start.zygote import Zygote
 
 # SGLang checks after every step that free, cached and locked tokens add up to the pool.

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from eval.models import python_sources
+from eval.servers.models import python_sources
 from eval.workloads import WorkloadError
 from eval.workloads.jobs import BatchLine, batch_line, shuffled
 from eval.workloads.prompts import Tokenizer, count_tokens, cut_to_tokens

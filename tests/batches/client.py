@@ -16,7 +16,7 @@ from openai.types import Batch
 
 from echo_sgl.batches.http.tenants import Tenants
 from echo_sgl.config import BatchesConfig
-from eval.stub_server import MODEL, StubModel, create_app
+from eval.servers.stub_server import MODEL, StubModel, create_app
 
 WAIT_S = 300.0
 ENDED = ("failed", "completed", "expired", "cancelled")

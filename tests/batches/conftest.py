@@ -15,7 +15,7 @@ from echo_sgl.batches import assembly
 from echo_sgl.batches.dispatch import validator
 from echo_sgl.batches.dispatch.dispatcher import Dispatcher
 from echo_sgl.batches.store.job_store import JobStore, open_store
-from eval.postgres import MISSING, binaries, running_postgres
+from eval.servers.postgres import MISSING, binaries, running_postgres
 from tests.batches.client import Stub, running_stub
 
 OpenStore = Callable[..., JobStore]

@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from echo_sgl.batches.dispatch.active_job import ActiveJob
 from echo_sgl.batches.dispatch.dispatcher import Dispatcher
 from echo_sgl.batches.store import work
-from eval.stub_server import StubModel
+from eval.servers.stub_server import StubModel
 
 
 class HoldingModel(StubModel):

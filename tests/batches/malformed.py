@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from echo_sgl.batches.lines.job_line import MAX_DEPTH
-from eval.stub_server import MODEL
+from eval.servers.stub_server import MODEL
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
 

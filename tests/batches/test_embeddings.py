@@ -10,7 +10,7 @@ import openai
 import orjson
 import pytest
 
-from eval.server import Server
+from eval.servers.server import Server
 from tests.batches.client import ENDED, WAIT_S
 
 NUM_LINES = 30

@@ -17,7 +17,7 @@ from echo_sgl.batches.dispatch.lease import LEASE_S
 from echo_sgl.batches.store import batch_rows, work
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import lines
-from eval.stub_server import StubModel
+from eval.servers.stub_server import StubModel
 from tests.batches.client import job, running_stub, until
 from tests.batches.conftest import OpenStore
 from tests.batches.faults import FullModel, async_

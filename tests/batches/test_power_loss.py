@@ -21,7 +21,7 @@ from tests.cli.stubs import StubServer
 
 SOURCE = Path(__file__).with_name("last_synced.c")
 NUM_LINES = 300
-SAFE = ("-m", "eval.stub_server")
+SAFE = ("-m", "eval.servers.stub_server")
 UNSAFE = (
     "-c",
     "from echo_sgl.batches.store import database\n"
@@ -30,7 +30,7 @@ UNSAFE = (
     "    prepare(connection, record)\n"
     "    connection.execute('PRAGMA synchronous = OFF')\n"
     "database._prepare_sqlite = prepare_unsafely\n"
-    "from eval.stub_server import main\n"
+    "from eval.servers.stub_server import main\n"
     "main()",
 )
 
@@ -54,7 +54,7 @@ class Machine:
             "SYNCED_COPIES": self._copies,
         }
         env = [f"{name}={value}" for name, value in settings.items()]
-        arguments = self.server._command[3:]  # behind: python -m eval.stub_server
+        arguments = self.server._command[3:]  # behind: python -m eval.servers.stub_server
         self.server._command = ["env", *env, sys.executable, *program, *arguments]
 
     def lose_power(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from eval.server import Server
+from eval.servers.server import Server
 from tests.cli.jobs import start_cli
 from tests.cli.odd_server import OddServer, serving_odd
 from tests.cli.stubs import StubServer

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 
 WAIT_S = 300.0
 POLL_S = 0.02

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import httpx
 
-from eval.server import LOCAL, free_port
+from eval.servers.server import LOCAL, free_port
 from tests.cli.jobs import wait_until
 
 
 class StubServer:
-    """`python -m eval.stub_server` on a port that it keeps, with the prompts that it answered."""
+    """`eval.servers.stub_server` on a port that it keeps, with the prompts that it answered."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._calls = folder / "calls.txt"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "eval.stub_server", "--port", str(port)]
+        command = [sys.executable, "-m", "eval.servers.stub_server", "--port", str(port)]
         self._command = [*command, "--calls", str(self._calls), *args]
         self.process: subprocess.Popen[bytes] | None = None
 

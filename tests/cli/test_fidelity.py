@@ -16,17 +16,17 @@ from echo_sgl.cli.tuning.calibration import Driver, fit_all
 from echo_sgl.config import load_config
 from echo_sgl.sim.server_config import ServerConfig
 from echo_sgl.types import Task
-from eval import hold
-from eval.ablation_arms import preset_arm
+from eval.ablation.arms import preset_arm
 from eval.arms import Arm
-from eval.corun_phases import begin_job, empty_cache, end_job
-from eval.fidelity_replay import Prompts, bodies_of, replay
-from eval.hold import PlugsEnded
-from eval.load import Phase
-from eval.mix import Mix, online_body
-from eval.models import demo_model
-from eval.records import Record, Status
-from eval.server import LOCAL, Server
+from eval.corun import hold
+from eval.corun.hold import PlugsEnded
+from eval.corun.phases import begin_job, empty_cache, end_job
+from eval.fidelity.replay import Prompts, bodies_of, replay
+from eval.load.client import Phase
+from eval.load.mix import Mix, online_body
+from eval.load.records import Record, Status
+from eval.servers.models import demo_model
+from eval.servers.server import LOCAL, Server
 from eval.workloads.jobs import batch_line
 from eval.workloads.prompts import SyntheticText, load_tokenizer
 from eval.workloads.traces import Arrival

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from eval.server import LOCAL, free_port
+from eval.servers.server import LOCAL, free_port
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "grafana"
 ALERTS = FOLDER / "alerts.yml"

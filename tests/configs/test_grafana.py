@@ -16,7 +16,7 @@ import pytest
 
 from echo_sgl.config import CONFIG_ENV, FORCE_PROFILE_ENV, STATE_DIR_ENV, EstimatorConfig
 from echo_sgl.estimators.profile import Profile, save_profile
-from eval.server import LOCAL, Server
+from eval.servers.server import LOCAL, Server
 from tests.configs.grafana import ALERTS, Query, panels, queries, running_prometheus
 from tests.engine.traffic import FLEX, completion, documents, post, wait_until
 from tests.estimators.steps import true_model

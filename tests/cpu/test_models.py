@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from eval.models import demo_model, find_model, python_sources
+from eval.servers.models import demo_model, find_model, python_sources
 
 
 def test_two_processes_that_build_at_once_get_one_whole_model(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from echo_sgl.cpu import OVERLAP_ENV
-from eval.models import SIZES, SPECIAL_TOKENS
-from eval.server import LOCAL, Server
+from eval.servers.models import SIZES, SPECIAL_TOKENS
+from eval.servers.server import LOCAL, Server
 
 pytestmark = [
     pytest.mark.server,

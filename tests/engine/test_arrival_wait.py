@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.engine.tight import learn
 from tests.engine.traffic import FLEX, completion, is_idle, post, send_all, until, wait_until

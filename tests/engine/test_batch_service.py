@@ -14,7 +14,7 @@ import pytest
 from openai.types import Batch
 
 from echo_sgl.config import KEYS_FILE_ENV, STATE_DIR_ENV
-from eval.server import CPU_ARGS, LOCAL, Server, start_server, stop_server, wait_ready
+from eval.servers.server import CPU_ARGS, LOCAL, Server, start_server, stop_server, wait_ready
 from tests.cli.jobs import run_cli
 from tests.engine.traffic import metric, wait_until
 from tests.servers import COMMON_ARGS, NAMED, STRICT

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from echo_sgl.engine import pool_intake
 from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder
 from echo_sgl.engine.scheduler import EchoScheduler
-from eval.server import Server
+from eval.servers.server import Server
 from tests.engine.tight import num_running
 from tests.engine.traffic import (
     FLEX,

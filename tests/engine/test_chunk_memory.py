@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder
-from eval.server import Server
+from eval.servers.server import Server
 from tests.engine.tight import num_running
 from tests.engine.traffic import (
     FLEX,

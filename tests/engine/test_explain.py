@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.cli.watching.test_trace_events import check_format
 from tests.engine.tight import num_running

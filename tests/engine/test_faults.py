@@ -11,7 +11,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from eval.server import LOCAL, Server
+from eval.servers.server import LOCAL, Server
 from tests.engine.tight import learn, num_running, offline_bodies, online_bodies
 from tests.engine.traffic import (
     FLEX,

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.engine.traffic import FLEX, completion, is_idle, send_all, wait_until
 from tests.servers import COMMON_ARGS, NAMED, STRICT
 

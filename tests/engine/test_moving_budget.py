@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echo_sgl.policies.limits.online_attainment import WINDOW_REQUESTS
-from eval.server import Server
+from eval.servers.server import Server
 from tests.engine.tight import UNTRIED, num_running, num_waiting
 from tests.engine.traffic import completion, is_idle, metric, post, send_all, until, wait_until
 from tests.servers import COMMON_ARGS, STRICT

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eval.server import LOCAL, Server
+from eval.servers.server import LOCAL, Server
 from tests.engine.tight import UNTRIED, num_running, num_waiting
 from tests.engine.traffic import (
     FLEX,

@@ -9,7 +9,7 @@ import signal
 import httpx
 import pytest
 
-from eval.server import LOCAL, Server
+from eval.servers.server import LOCAL, Server
 from tests.engine.traffic import (
     FLEX,
     completion,

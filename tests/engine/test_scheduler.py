@@ -9,8 +9,8 @@ import time
 import httpx
 import pytest
 
-from eval.server import LOCAL, Server
-from eval.step_shares import step_rows
+from eval.figures.step_shares import step_rows
+from eval.servers.server import LOCAL, Server
 from tests.engine.traffic import (
     FLEX,
     completion,

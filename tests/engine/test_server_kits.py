@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.test.kits import cache_hit_kit, radix_cache_server_kit
 
-from eval.models import SIZES
+from eval.servers.models import SIZES
 from tests.engine.traffic import is_idle, metric, wait_until
 
 pytestmark = pytest.mark.server

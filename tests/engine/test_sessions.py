@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from eval.server import Server
+from eval.servers.server import Server
 from tests.engine.traffic import FLEX, completion, is_idle, pooled, post, send_all, wait_until
 from tests.servers import COMMON_ARGS, NAMED, STRICT
 

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.engine.tight import (
     TIGHT,
     UNTRIED,

@@ -13,7 +13,7 @@ import pytest
 
 from echo_sgl.config import CONFIG_ENV, resolve_config_path
 from echo_sgl.engine.seams import HOOKS
-from eval.server import CPU_ARGS
+from eval.servers.server import CPU_ARGS
 from tests.quick_start.zygote import Zygote
 from tests.servers import ServerPool
 

@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.engine.traffic import (
     FLEX,
     completion,

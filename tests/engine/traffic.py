@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from eval.server import LOCAL, Server
+from eval.servers.server import LOCAL, Server
 
 FLEX = {"service_tier": "flex"}
 WAIT_LIMIT_S = 120.0

@@ -13,15 +13,15 @@ import pytest
 from echo_sgl.config import load_config, resolve_config_path
 from echo_sgl.types import Task, task_of_service_tier
 from eval.arms import ARMS, Arm, pick_arms
-from eval.corun import server_args
-from eval.mix import SERVED_MODEL, build_mix
+from eval.corun.report import summary_markdown
+from eval.corun.run import server_args
+from eval.figures.summary import over_repetitions, summarise_repetition
+from eval.load.mix import SERVED_MODEL, build_mix
 from eval.options import CorunOptions, parse_options
-from eval.report import summary_markdown
-from eval.summary import over_repetitions, summarise_repetition
 from eval.workloads import WorkloadError
 from eval.workloads.jobs import batch_line, write_job
 from eval.workloads.prompts import count_tokens, load_tokenizer
-from tests.eval.test_summary import offline, online
+from tests.eval.figures.test_summary import offline, online
 
 
 @pytest.fixture

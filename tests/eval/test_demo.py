@@ -1,4 +1,4 @@
-"""What the demo and the bench print, from records made by hand."""
+"""What the demo prints, from records made by hand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import pytest
 from rich.console import Console
 
 from echo_sgl.types import Task
-from eval.bench import ROW_KEYS, bench_table, checked, write_rows
-from eval.demo import ACCELERATOR_SIZE, ARM_TITLES, CPU_SIZE, SYSTEM_PROMPT, DemoSize, chat_requests
-from eval.demo_report import ArmResult, difference, faults, print_results
-from eval.records import Status
+from eval.demo.report import ArmResult, difference, faults, print_results
+from eval.demo.run import (
+    ACCELERATOR_SIZE,
+    ARM_TITLES,
+    CPU_SIZE,
+    SYSTEM_PROMPT,
+    DemoSize,
+    chat_requests,
+)
+from eval.load.records import Status
 from eval.workloads.prompts import load_tokenizer
-from tests.eval.test_summary import offline, online
+from tests.eval.figures.test_summary import offline, online
 
 STOCK = ArmResult(
     "stock",
@@ -23,7 +29,6 @@ STOCK = ArmResult(
     [online(0, first_token_s=2.0, last_token_s=2.4), *(offline(n + 1.0) for n in range(100))],
 )
 ECHO = ArmResult("echo", "SGLang + Echo", [online(0), *(offline((n + 1) / 2) for n in range(100))])
-ROW = dict.fromkeys(ROW_KEYS, 1)
 
 
 def printed(results: list[ArmResult], width: int = 80) -> str:
@@ -95,26 +100,3 @@ def test_the_chat_is_equal_for_every_arm_and_lasts_as_long_as_an_arm_may_take(
     assert len({body["messages"][1]["content"] for body in bodies}) == len(bodies)
     assert {request.task for _, request in chat} == {Task.ONLINE}
     assert all(body["stream"] and body["stream_options"]["include_usage"] for body in bodies)
-
-
-def test_bench_rows_are_checked_shown_and_written(tmp_path: Path) -> None:
-    path = tmp_path / "build" / "bench.json"
-    row = ROW | {"name": "a figure", "ours": 41234.5678, "stock": None, "machine": "two cores"}
-    write_rows("bench_sim", checked("bench_sim", [row]), path)
-    write_rows("bench_cpu", [row | {"ours": 1}, row | {"ours": 2}], path)
-    write_rows("bench_sim", [row | {"ours": 3}], path)
-    kept = orjson.loads(path.read_bytes())
-    assert [(one["bench"], one["ours"]) for one in kept] == [
-        ("bench_cpu", 1), ("bench_cpu", 2), ("bench_sim", 3)]  # fmt: skip
-    assert kept[2] == row | {"bench": "bench_sim", "ours": 3}
-    out = io.StringIO()
-    Console(file=out, width=200).print(bench_table([row, row]))
-    assert out.getvalue().count("two cores") == 1
-    cells = [cell.strip() for cell in out.getvalue().split("│")]
-    assert {"a figure", "41,235", "-"} <= set(cells) and "None" not in cells
-
-
-@pytest.mark.parametrize("rows", [[], [{**ROW, "extra": 1}], [{"name": "x"}]])
-def test_bench_rows_that_do_not_fit_are_refused(rows: list[dict[str, object]]) -> None:
-    with pytest.raises(ValueError, match=r"^b(:| measured nothing)"):
-        checked("b", rows)

@@ -15,11 +15,10 @@ from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile
 from echo_sgl.sim.server_config import SpeedChange
 from echo_sgl.types import Task
-from eval.ablation_options import AblationOptions
-from eval.fidelity import at_speed, evidence_of
-from eval.fidelity_options import check_load, facts_of, given_load, stored_options
-from eval.fidelity_replay import Prompts, noise_of, replay, with_unfinished
-from eval.fidelity_report import (
+from eval.ablation.options import AblationOptions
+from eval.fidelity.options import check_load, facts_of, given_load, stored_options
+from eval.fidelity.replay import Prompts, noise_of, replay, with_unfinished
+from eval.fidelity.report import (
     Row,
     cause_of,
     markdown,
@@ -28,7 +27,8 @@ from eval.fidelity_report import (
     speed_changes,
     step_evidence,
 )
-from eval.records import Record, Status
+from eval.fidelity.run import at_speed, evidence_of
+from eval.load.records import Record, Status
 from eval.workloads import WorkloadError
 from tests.sim.workloads import COEFFICIENTS, device, server
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from echo_sgl.config import load_config, parse_config, resolve_config_path
-from eval.fuzz import FLAGS, PRESETS, draw_variant, main
-from eval.fuzz_requests import draw_body
+from eval.fuzz.requests import draw_body
+from eval.fuzz.run import FLAGS, PRESETS, draw_variant, main
 from eval.workloads.prompts import count_tokens, load_tokenizer
 
 VARIANTS = [draw_variant(random.Random(seed)) for seed in range(200)]

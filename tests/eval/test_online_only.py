@@ -17,7 +17,7 @@ from eval.online_only import (
     summary_markdown,
     warm_up,
 )
-from eval.server import Server
+from eval.servers.server import Server
 
 OPTIONS = OnlineOnlyOptions(
     requests=120, window=8, duration_s=3.0, prompt_tokens=40, answer_tokens=8, load=0.8

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from eval import crash, fuzz, reserve_coverage, soak, step_times, two_servers
+from eval import crash, reserve_coverage, soak, step_times
+from eval.fuzz import run as fuzz
+from eval.two_servers import run as two_servers
 
 
 @pytest.mark.parametrize(

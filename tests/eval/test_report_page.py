@@ -14,12 +14,13 @@ import orjson
 import pytest
 
 from echo_sgl.types import Task
-from eval import report_page
+from eval.load.records import Record, Status, write_records
 from eval.paths import RESULTS_DIR
-from eval.records import Record, Status, write_records
-from eval.report_figures import binned, median
-from eval.report_markdown import to_html
-from eval.report_page import (
+from eval.report_page import run as report_page
+from eval.report_page.figures import binned, median
+from eval.report_page.markdown import to_html
+from eval.report_page.plots import bars, lines, points
+from eval.report_page.run import (
     SECTIONS,
     PdfError,
     ReportError,
@@ -29,7 +30,6 @@ from eval.report_page import (
     module_of,
     write_pdf,
 )
-from eval.report_plots import bars, lines, points
 
 VOID = {"meta", "br", "hr"}
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from echo_sgl.config import load_config
-from eval.ablation_arms import ERRORS
+from eval.ablation.arms import ERRORS
 from eval.paths import CONFIGS_DIR
-from eval.simulated_load import Load, latencies, with_sections, with_slo
+from eval.simulated.load import Load, latencies, with_sections, with_slo
 from eval.slack_use import (
     ALONE,
     LOADS,

@@ -13,8 +13,8 @@ from echo_sgl.batch_shape import BatchRow, StepKind, decode_row, rows_of
 from echo_sgl.cli.tuning.calibration import fit_all
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
 from echo_sgl.estimators.held_out import Samples, held_out_errors
+from eval.figures.step_samples import CALIBRATION, LIVE, read_steps, write_steps
 from eval.paths import RESULTS_DIR, SAMPLES_DIR
-from eval.step_samples import CALIBRATION, LIVE, read_steps, write_steps
 from eval.step_times import MIN_ALIKE, QUANTILE, live_errors, scatter
 
 

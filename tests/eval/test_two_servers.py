@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
-from eval.two_servers import ARMS, FleetError, check, cpu_s
-from eval.two_servers_report import markdown
+from eval.two_servers.report import markdown
+from eval.two_servers.run import ARMS, FleetError, check, cpu_s
 
 
 def write(path: Path, names: list[str]) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from echo_sgl.batches.dispatch import dispatcher, refusals
 from echo_sgl.batches.dispatch.dispatcher import Dispatcher
 from echo_sgl.batches.dispatch.line_engine import AsgiEngine
-from eval import stub_server
+from eval.servers import stub_server
 from tests.batches.client import Stub, job, line, until
 from tests.batches.faults import FullModel, GivingBackModel, HoldingModel, async_, jobs_of
 

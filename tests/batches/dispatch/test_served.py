@@ -20,7 +20,7 @@ from echo_sgl.batches.store import offers, work
 from echo_sgl.batches.store.batch_rows import BatchRow
 from echo_sgl.batches.store.job_store import JobStore
 from echo_sgl.batches.store.schema import batches
-from eval.stub_server import StubModel
+from eval.servers.stub_server import StubModel
 from tests.batches.client import Stub, line
 from tests.batches.conftest import OpenStore
 from tests.batches.dispatch.test_validation import add_batch

@@ -17,7 +17,7 @@ from echo_sgl.batches.http.uploads import clean_filename
 from echo_sgl.batches.lines.check_upload import MAX_PROBLEMS_BYTES, CheckRules, report
 from echo_sgl.batches.lines.job_line import LineError, parse_line
 from echo_sgl.batches.lines.prefix_order import prefix_key, prompt_bytes
-from eval.stub_server import MODEL
+from eval.servers.stub_server import MODEL
 from tests.batches.client import Stub, running_stub
 from tests.batches.malformed import GOOD, MALFORMED, NAMES, UNUSUAL, line
 

@@ -10,7 +10,7 @@ import pytest
 
 from echo_sgl.cli.batch import hand_over
 from echo_sgl.cli.batch.client import AwayError, BatchClient
-from eval.server import free_port
+from eval.servers.server import free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import completion_line, run_cli, wait_until, write_job
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from eval.server import LOCAL, Server, free_port, start_server, stop_server
+from eval.servers.server import LOCAL, Server, free_port, start_server, stop_server
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import (
     chat_line,

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from echo_sgl.cli import app
 from echo_sgl.cli.batch import hand_over
 from echo_sgl.cli.batch.client import AwayError, BatchClient, BatchServiceError, wait_ended
-from eval.server import Server, free_port
+from eval.servers.server import Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import completion_line, names, run_cli, wait_until, write_job
 from tests.cli.stubs import StubServer

@@ -13,7 +13,7 @@ from echo_sgl.batches.lines.journal import Journal, JournalPaths
 from echo_sgl.cli.batch.sender import Sender, SendOptions
 from echo_sgl.cli.batch.tally import Display, Tally
 from echo_sgl.cli.connection import Connection
-from eval.stub_server import StubModel, create_plain_app
+from eval.servers.stub_server import StubModel, create_plain_app
 from tests.cli.jobs import completion_line, write_job
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from eval.stub_server import MODEL
+from eval.servers.stub_server import MODEL
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import completion_line, names, records, run_cli, wait_until, write_job
 from tests.cli.stubs import StubServer

@@ -25,11 +25,11 @@ from echo_sgl.estimators.budget import BudgetSearch, Measurement, Trial, parse_s
 from echo_sgl.sim.trace_files import TraceFileError
 from echo_sgl.sim.workload import Trace
 from echo_sgl.types import Task
-from eval.ablation_budget import find_arm_budget
-from eval.cache_phases import parse_counters
-from eval.mix import Mix, online_body
-from eval.server import LOCAL, Server
-from eval.slo import Slo
+from eval.ablation.budget import find_arm_budget
+from eval.cache.phases import parse_counters
+from eval.figures.slo import Slo
+from eval.load.mix import Mix, online_body
+from eval.servers.server import LOCAL, Server
 from eval.workloads.jobs import batch_line
 from eval.workloads.traces import Arrival
 from tests.cli.jobs import completion_line, run_cli, write_job

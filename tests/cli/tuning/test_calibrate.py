@@ -22,8 +22,8 @@ from echo_sgl.cli.watching.steps import StepsError
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
-from eval.models import demo_model
-from eval.server import CPU_ARGS, LOCAL, Server, running_server
+from eval.servers.models import demo_model
+from eval.servers.server import CPU_ARGS, LOCAL, Server, running_server
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
 

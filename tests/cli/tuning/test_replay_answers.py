@@ -14,7 +14,7 @@ import pytest
 from echo_sgl.cli.connection import open_client
 from echo_sgl.cli.tuning.replay import Outcome, _online
 from echo_sgl.cli.tuning.replay_load import ReplayError
-from eval.server import Server
+from eval.servers.server import Server
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from echo_sgl.cli import app
 from echo_sgl.cli.watching.stats import make_table, readings
 from echo_sgl.policies.cache.eviction_order import Worth
 from echo_sgl.types import Task
-from eval.server import LOCAL, Server, free_port
+from eval.servers.server import LOCAL, Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
 from tests.cli.metrics_page import metrics_page, serving

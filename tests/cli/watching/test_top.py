@@ -14,7 +14,7 @@ from echo_sgl.cli.watching.looks import Look, looks
 from echo_sgl.cli.watching.samples import Samples
 from echo_sgl.cli.watching.top_screen import screen
 from echo_sgl.types import Task
-from eval.server import Server, free_port
+from eval.servers.server import Server, free_port
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
 from tests.cli.metrics_page import Pages, metrics_page, serving

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eval.server import LOCAL, Server, ServerStartError
+from eval.servers.server import LOCAL, Server, ServerStartError
 from tests.engine.test_scheduler import mixed_bodies
 from tests.engine.tight import num_running
 from tests.engine.traffic import (

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eval.server import Server
+from eval.servers.server import Server
 from tests.engine.cache.test_cache_manager import cached_tokens, flush, prompt_tokens, run
 from tests.engine.traffic import FLEX, completion, documents, metric, texts
 from tests.servers import COMMON_ARGS, NAMED, STRICT

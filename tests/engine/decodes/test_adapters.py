@@ -11,8 +11,8 @@ import pytest
 
 from echo_sgl.engine.decodes.adapters import MOST_AWAITED, AdapterRoom, claimed_adapters
 from echo_sgl.types import Task
-from eval.adapters import build_adapter
-from eval.server import Server
+from eval.servers.adapters import build_adapter
+from eval.servers.server import Server
 from tests.engine.decodes.test_running import decoding
 from tests.engine.tight import num_running
 from tests.engine.traffic import (

@@ -12,9 +12,9 @@ import pytest
 from echo_sgl.batches.http.api_errors import route_path
 from echo_sgl.engine.http.turns import OfflineTurns, one_prompt_at_a_time, pass_turn_on
 from echo_sgl.types import Task
-from eval.load import Phase, make_request
-from eval.records import Status
-from eval.server import LOCAL, Server
+from eval.load.client import Phase, make_request
+from eval.load.records import Status
+from eval.servers.server import LOCAL, Server
 from tests.engine.traffic import FLEX, completion, post
 
 

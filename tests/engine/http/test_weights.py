@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from echo_sgl.engine.http.weights import UPDATING
-from eval.models import demo_model
-from eval.server import Server
+from eval.servers.models import demo_model
+from eval.servers.server import Server
 from tests.engine.traffic import (
     FLEX,
     completion,

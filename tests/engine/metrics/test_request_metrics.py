@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from echo_sgl.cli.watching.samples import Samples
 from echo_sgl.engine.metrics.request_metrics import TTFT_BUCKETS_S, buckets_s, outcome_of
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.engine.traffic import FLEX, completion, documents, metric, post, send_all, wait_until
 
 ours = pytest.mark.server

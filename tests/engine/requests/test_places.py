@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.engine.test_explain import explained, reason
 from tests.engine.test_steps import MIXED_IN_TURN

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from eval.server import Server
+from eval.servers.server import Server
 from tests.engine.traffic import completion, metric, post
 
 pytestmark = pytest.mark.server

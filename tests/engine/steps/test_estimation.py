@@ -18,7 +18,7 @@ from echo_sgl.engine.steps.estimation import FloorWatch, create_live_batch_time
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
-from eval.server import ServerStartError
+from eval.servers.server import ServerStartError
 from tests.estimators.steps import shape_of, true_model
 
 SERVER: dict[str, Any] = {

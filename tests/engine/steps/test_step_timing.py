@@ -15,7 +15,7 @@ import pytest
 
 from echo_sgl.batch_shape import BatchRow, StepKind
 from echo_sgl.engine.steps.step_timing import NUM_FIRST, StepTimer, row_of_batch
-from eval.server import LOCAL
+from eval.servers.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.engine.traffic import FLEX, completion, documents, is_idle, send_all, wait_until
 

@@ -1,0 +1,1 @@
+"""Schedulers compared under promises, on real servers: `python -m eval.ablation`."""

@@ -1,0 +1,1 @@
+"""Our code against stock code: `make bench`, `python -m eval.bench --only NAME`."""

@@ -1,0 +1,1 @@
+"""What the cache finds again, by arm: `python -m eval.cache`."""

@@ -1,0 +1,1 @@
+"""Arms compared without promises: `python -m eval.corun`."""

@@ -1,0 +1,1 @@
+"""The simulator held against real servers: `python -m eval.fidelity`."""

@@ -1,0 +1,1 @@
+"""From records of requests and steps to figures."""

@@ -1,0 +1,1 @@
+"""OOCO's experiment on a simulated fleet: `python -m eval.fleet`."""

@@ -1,0 +1,1 @@
+"""Servers and requests by chance: `python -m eval.fuzz`."""

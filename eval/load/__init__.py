@@ -1,0 +1,1 @@
+"""What is sent to servers, and a record of each request."""

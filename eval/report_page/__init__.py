@@ -1,0 +1,1 @@
+"""All committed results on one page: `make report`."""

@@ -1,0 +1,1 @@
+"""Real servers to measure, what they serve, and what they run on."""

@@ -1,0 +1,1 @@
+"""Loads on simulated servers, for evaluations that need many of them."""
