@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
+import orjson
+
 from echo_sgl.batches.http.api_errors import route_path
 from echo_sgl.engine.http.envelope import refusal
 from echo_sgl.engine.requests.tasks import is_offline_input
@@ -24,7 +26,7 @@ RESPONSES_PATH = "/v1/responses"
 PATHS = ("/v1/chat/completions", "/v1/completions", "/generate", "/invocations", RESPONSES_PATH)
 STOPPING = "The server is shutting down; send this offline request again later or elsewhere."
 NO_CLASS = "/v1/responses has no offline class; send it to /v1/chat/completions instead."
-# A key of the body: in a prompt the quotation marks would stand behind a backslash.
+# Bodies without it need not be parsed: in a prompt its quotation marks stand behind a backslash.
 _OFFLINE = re.compile(rb'"service_tier"\s*:\s*"%s"' % OFFLINE_SERVICE_TIER.encode())
 
 
@@ -63,8 +65,8 @@ async def one_prompt_at_a_time(original: Any, manager: Any, obj: Any) -> Any:
 
 
 class OfflineTurns:
-    """ASGI middleware; the class that it reads from the raw body decides on the turn, and on
-    refusals: while the server stops, and where SGLang knows no class.
+    """ASGI middleware; the class that a body names decides on the turn, and on refusals: while
+    the server stops, and where SGLang knows no class.
     """
 
     is_stopping = False
@@ -84,7 +86,8 @@ class OfflineTurns:
             message = next(left, None)
             return message if message is not None else await receive()
 
-        if not _OFFLINE.search(b"".join(message.get("body", b"") for message in messages)):
+        body = b"".join(message.get("body", b"") for message in messages)
+        if not names_offline(route_path(scope), body):
             await self._app(scope, replay, send)
             return
         if route_path(scope) == RESPONSES_PATH:
@@ -109,6 +112,21 @@ class OfflineTurns:
         finally:
             _current.reset(token)
             turn.pass_on()
+
+
+def names_offline(path: str, body: bytes) -> bool:
+    """Whether a body asks for the offline class: in OpenAI's requests a key of its own, which
+    schemas and metadata in it may have as well; in `/generate` one deep in its parameters.
+    """
+    if not _OFFLINE.search(body):
+        return False
+    if path == "/generate":
+        return True
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return True  # What is no JSON, or Python's alone (NaN), is SGLang's to refuse.
+    return isinstance(content, dict) and content.get(TIER_KEY) == OFFLINE_SERVICE_TIER
 
 
 async def _body_messages(receive: Any) -> list[Any]:

@@ -10,7 +10,12 @@ import orjson
 import pytest
 
 from echo_sgl.batches.http.api_errors import route_path
-from echo_sgl.engine.http.turns import OfflineTurns, one_prompt_at_a_time, pass_turn_on
+from echo_sgl.engine.http.turns import (
+    OfflineTurns,
+    names_offline,
+    one_prompt_at_a_time,
+    pass_turn_on,
+)
 from echo_sgl.types import Task
 from eval.load.client import Phase, make_request
 from eval.load.records import Status
@@ -86,12 +91,14 @@ def test_the_path_that_a_proxy_stands_at_changes_no_class() -> None:
     assert route_path({"path": "/v1/completions"}) == "/v1/completions"
 
 
-def refused(path: str, *, is_stopping: bool) -> tuple[int, dict[str, Any]] | None:
-    """Status and error of an offline request; None when it is let in."""
+def refused(
+    path: str, *, is_stopping: bool, body: dict[str, Any] = FLEX
+) -> tuple[int, dict[str, Any]] | None:
+    """Status and error of a request, an offline one by default; None when it is let in."""
     sent: list[Any] = []
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": orjson.dumps(FLEX), "more_body": False}
+        return {"type": "http.request", "body": orjson.dumps(body), "more_body": False}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -123,6 +130,15 @@ def test_where_sglang_knows_no_class_an_offline_request_is_refused() -> None:
     answer = refused("/v1/responses", is_stopping=False)
     assert answer is not None
     assert (answer[0], answer[1]["param"]) == (400, "service_tier")
+
+
+def test_who_has_the_word_in_its_metadata_or_its_schema_is_online() -> None:
+    for path in ("/v1/responses", "/v1/completions"):
+        assert refused(path, is_stopping=True, body={"metadata": FLEX}) is None
+    params = {"sampling_params": {"custom_params": FLEX}}
+    assert refused("/generate", is_stopping=True, body=params) is not None
+    assert not names_offline("/v1/completions", orjson.dumps([FLEX]))
+    assert names_offline("/v1/completions", orjson.dumps(FLEX)[:-1] + b', "top_p": NaN}')
 
 
 def test_the_prompts_of_one_offline_request_let_others_in_between() -> None:
