@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import os
 import signal
@@ -45,6 +47,7 @@ _RETRIED = ("cancelled", "expired")
 # The batch of a run is found again by this, however the run ended.
 RUN_KEY = "echo_sgl_run"
 MAX_PAUSE_S = 60.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF)  # EBADF: NFS, which wants to write
 NEWEST = 100  # of the batches on a page: one that was made just now is among them
 T = TypeVar("T")
 
@@ -156,7 +159,8 @@ def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> in
     paths = plan.journal_paths
     for path in (paths.output, paths.errors):
         check_writable(path)
-    batch = _begun(plan, client, job, endpoint)
+    with _alone(plan):
+        batch = _begun(plan, client, job, endpoint)
     try:
         batch = watch_batch(client, batch["id"], EVERY_S)
         if batch["status"] != "failed":
@@ -168,6 +172,25 @@ def _run(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> in
         return EXIT_INTERRUPTED
     _sum_up(plan, batch)
     return EXIT_OK if is_well(batch) or _is_answered(batch) else EXIT_FAILED
+
+
+@contextlib.contextmanager
+def _alone(plan: BatchRun) -> Iterator[None]:
+    """Runs of one job file begin one after the other: the second finds the batch of the first.
+
+    The lock is on the job file itself and leaves nothing behind. File systems without locks have
+    none: two runs that begin at once make two batches there.
+    """
+    with plan.jobs.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _console().print(f"echo-sgl: another run hands {plan.jobs} over; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
 
 
 def _begun(plan: BatchRun, client: BatchClient, job: JobFile, endpoint: str) -> dict[str, Any]:

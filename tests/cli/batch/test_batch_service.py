@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import signal
 import sqlite3
 from collections.abc import Iterator
@@ -19,7 +20,14 @@ from echo_sgl.cli.batch import hand_over
 from echo_sgl.cli.batch.client import AwayError, BatchClient, BatchServiceError, wait_ended
 from eval.servers.server import Server, free_port
 from tests.cli.conftest import StartCli
-from tests.cli.jobs import completion_line, names, run_cli, wait_until, write_job
+from tests.cli.jobs import (
+    WAIT_S,
+    completion_line,
+    names,
+    run_cli,
+    wait_until,
+    write_job,
+)
 from tests.cli.stubs import StubServer
 
 MODEL = "stub"
@@ -110,6 +118,25 @@ def test_run_hands_the_file_over_and_fetches_the_results(
     assert again["batch_id"] == summary["batch_id"]
     anew = orjson.loads(run_cli(*command, "--overwrite").stdout)
     assert anew["batch_id"] != summary["batch_id"]
+
+
+def test_two_runs_that_begin_at_once_make_one_batch(
+    stub: str, jobs: Path, tmp_path: Path, cli: StartCli
+) -> None:
+    def batch_ids() -> set[str]:
+        return {batch["id"] for batch in BatchClient(stub, None).list(100)["data"]}
+
+    output, before = tmp_path / "out.jsonl", batch_ids()
+    with jobs.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a run that hands it over
+        runs = [cli("batch", "run", jobs, "--url", stub, "-o", output) for _ in range(2)]
+        told = [next(line for line in run.stderr or () if "another run" in line) for run in runs]
+    assert set(told) == {f"echo-sgl: another run hands {jobs} over; waiting for it\n"}
+    for run in runs:
+        run.communicate(timeout=WAIT_S)
+    assert [run.returncode for run in runs] == [0, 0]
+    assert len(batch_ids() - before) == 1
+    assert sorted(names(output)) == sorted(f"line-{index}" for index in range(20))
 
 
 def test_run_that_is_interrupted_goes_on_with_the_same_batch(
