@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import sys
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from echo_sgl.batches.lines.job_line import EMBEDDINGS_URL, URLS, answer_limits
+from echo_sgl.sim.text_files import open_text_file
 from echo_sgl.sim.trace_files import MAX_TOKENS, TraceFileError
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
@@ -21,7 +24,7 @@ MAX_ANSWERS = 1000
 
 
 def read_job_lines(path: Path, *, output_tokens: int = 0, at_s: float = 0.0) -> Trace:
-    """The lines of an OpenAI batch file, all there at `at_s`.
+    """The lines of an OpenAI batch file (may be gzip'd), all there at `at_s`.
 
     A text is taken to have `CHARS_PER_TOKEN` characters a token, token ids are counted, images
     take none; prompts that begin alike share their whole blocks. A line is as many requests as it
@@ -70,13 +73,13 @@ def hashed_blocks(text: str) -> array[int]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
+        with open_text_file(path) as file:
+            for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), 1):
                 if number > MAX_JOB_LINES:
                     raise TraceFileError(f"jobs {path} has more than {MAX_JOB_LINES:,} lines")
                 if line.strip():
                     yield number, line
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise TraceFileError(f"jobs {path} cannot be read: {error}") from error
 
 

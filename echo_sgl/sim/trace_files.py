@@ -6,7 +6,6 @@ Errors name file, line, column and value; what is only odd comes back as a warni
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import math
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from echo_sgl.errors import EchoError
+from echo_sgl.sim.text_files import open_text_file
 from echo_sgl.sim.trace_formats import CSV_FORMATS, JSON_FORMATS, RECORDING, Format, known_formats
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
@@ -50,7 +50,7 @@ class TraceFile:
 
 
 def read_trace_file(path: Path, *, task: Task = Task.ONLINE, skip_empty: bool = False) -> TraceFile:
-    """Read a trace; what is in it tells its format, `.gz` is unpacked.
+    """Read a trace; what is in it tells its format, gzip is unpacked.
 
     Time starts at 0 with the first request. `skip_empty` leaves out requests without prompt or
     answer, which failed where they were recorded. Of a recording only the class of `task` is
@@ -60,10 +60,14 @@ def read_trace_file(path: Path, *, task: Task = Task.ONLINE, skip_empty: bool = 
     """
     columns = _Columns(path, task, skip_empty=skip_empty)
     try:
-        with _open(path) as packed:
-            is_json = _begins_as_json(packed)
-            read = _read_json if is_json else _read_csv
-            read(columns, io.TextIOWrapper(packed, encoding="utf-8-sig", newline=""))
+        with open_text_file(path) as file:
+            start = file.peek(SNIFFED_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            # No name of a column begins so.
+            if start[:1] in {b"{", b"["}:
+                _read_json(columns, text, is_array=start[:1] == b"[")
+            else:
+                _read_csv(columns, text, delimiter=_delimiter(start))
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise TraceFileError(f"trace {path} cannot be read: {error}") from error
     return columns.finish()
@@ -252,8 +256,8 @@ class _Columns:
         return at_s
 
 
-def _read_csv(columns: _Columns, file: io.TextIOBase) -> None:
-    lines = csv.reader(file)
+def _read_csv(columns: _Columns, file: io.TextIOBase, *, delimiter: str) -> None:
+    lines = csv.reader(file, delimiter=delimiter)
     rows = (row for row in lines if len(row) > 1 or "".join(row).strip())
     header = [name.strip() for name in next(rows, [])]
     columns.format = _csv_format(columns, header)
@@ -267,20 +271,31 @@ def _read_csv(columns: _Columns, file: io.TextIOBase) -> None:
 
 def _csv_format(columns: _Columns, header: Sequence[str]) -> Format:
     form = _format_of(columns, header, CSV_FORMATS, "columns")
-    if unknown := set(header) - {*form.columns}:
+    # What has no name is a number of the row, as pandas writes it.
+    if unknown := set(header) - {*form.columns, ""}:
         raise columns.error(
             1,
             f"unknown columns {', '.join(sorted(unknown))}; {form.name} has "
             f"{', '.join(form.columns)}. Remove the others",
         )
-    if twice := {name for name in header if header.count(name) > 1}:
+    if twice := {name for name in header if name and header.count(name) > 1}:
         raise columns.error(
             1, f"columns {', '.join(sorted(twice))} are there more than once; keep one of each"
         )
     return form
 
 
-def _read_json(columns: _Columns, file: io.TextIOBase) -> None:
+def _delimiter(start: bytes) -> str:
+    """What stands between the names of the columns: a comma, or what some write in its place."""
+    header = start.splitlines()[0] if start else b""
+    return max(",;\t", key=lambda one: header.count(one.encode()))
+
+
+def _read_json(columns: _Columns, file: io.TextIOBase, *, is_array: bool) -> None:
+    if is_array:
+        raise columns.error(
+            1, "an array begins; one JSON object a line is needed, as jq -c '.[]' writes them"
+        )
     for number, line in _lines(columns, file):
         try:
             row = json.loads(line)
@@ -341,15 +356,6 @@ def _format_of(
             return form
     found = ", ".join(names)[:200] or "none"
     raise columns.error(1, f"the {what} are {found}; known formats are {known_formats()}")
-
-
-def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
-
-
-def _begins_as_json(file: io.BufferedReader | gzip.GzipFile) -> bool:
-    """Whether the first that is no space begins an object or an array; no name of a column does."""
-    return file.peek(SNIFFED_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in {b"{", b"["}
 
 
 def _seconds(at: Any, unit_s: float) -> float:

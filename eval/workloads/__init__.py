@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
+import io
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from echo_sgl.errors import EchoError
+from echo_sgl.sim.text_files import open_text_file
 
 DATA_ENV = "ECHO_EVAL_DATA"
 BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -19,15 +21,14 @@ class WorkloadError(EchoError, ValueError):
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines (from 1) of a text file, gzip'd when its name ends in .gz.
+    """Numbered lines (from 1) of a text file, which may be gzip'd.
 
     Errors: `WorkloadError` when the file cannot be read as UTF-8 text.
     """
     try:
-        opened = gzip.open if path.suffix.lower() == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig") as file:
-            yield from enumerate(file, start=1)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        with open_text_file(path) as file:
+            yield from enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), start=1)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {error}") from error
 
 

@@ -92,6 +92,25 @@ def test_prompts_without_hashes_are_unlike_each_other(tmp_path: Path) -> None:
     assert trace.request(0).blocks != trace.request(1).blocks
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_columns_may_be_apart_by_what_spreadsheets_write(tmp_path: Path, delimiter: str) -> None:
+    read = read_trace_file(written(tmp_path, AZURE.replace(",", delimiter)))
+    assert read.format == "Azure" and list(read.trace.prompt_tokens) == [374, 396]
+
+
+def test_numbers_of_rows_that_pandas_wrote_are_left_out(tmp_path: Path) -> None:
+    head, first, second = AZURE.splitlines()
+    path = written(tmp_path, f",{head},\n0,{first},\n1,{second},\n")
+    assert list(read_trace_file(path).trace.output_tokens) == [44, 109]
+
+
+def test_an_array_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in MOONCAKE.splitlines()]
+    for text in (json.dumps(rows), json.dumps(rows, indent=1), json.dumps(rows * 50_000)):
+        with pytest.raises(TraceFileError, match=r"line 1: an array begins; .* jq -c '\.\[\]'"):
+            read_trace_file(written(tmp_path, text, "t.json"))
+
+
 def test_a_zipped_trace_is_unpacked(tmp_path: Path) -> None:
     for name, text in (("trace.csv.gz", AZURE), ("TRACE.GZ", MOONCAKE)):
         path = tmp_path / name
