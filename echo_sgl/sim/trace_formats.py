@@ -46,6 +46,14 @@ CSV_FORMATS = (
         "Response tokens",
         ("Model", "Total tokens", "Log Type", "Session ID", "Elapsed time"),
     ),
+    Format(
+        "SplitWise",
+        "arrival_timestamp",
+        "prompt_size",
+        "token_size",
+        ("request_id", "request_type", "application_id", "batch_size"),
+    ),
+    Format("Vidur", "arrived_at", "num_prefill_tokens", "num_decode_tokens"),
     Format("plain", "t_s", "context_tokens", "generated_tokens"),
 )
 RECORDING = Format(

@@ -30,6 +30,14 @@ BAILIAN = """{"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.1, "input_leng
 {"chat_id": 2, "parent_chat_id": 1, "timestamp": 63.6, "input_length": 40, "output_length": 4, \
 "type": "text", "turn": 2, "hash_ids": [7, 9, 10]}
 """
+SPLITWISE = """request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size
+0,2,0,1,1,4096,32
+1,2,0,3.5,1,2048,8
+"""
+VIDUR = """arrived_at,num_prefill_tokens,num_decode_tokens
+0.0,374,44
+4.314579,396,109
+"""
 
 
 def written(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
@@ -45,6 +53,8 @@ def written(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
         (BURST_GPT, "t.csv", "BurstGPT", [0.0, 40.0]),
         (MOONCAKE, "t.jsonl", "Mooncake", [0.0, 2.0]),
         ("t_s,context_tokens,generated_tokens\n0,3,4\n1.5,5,6\n", "t.csv", "plain", [0.0, 1.5]),
+        (SPLITWISE, "t.csv", "SplitWise", [0.0, 2.5]),
+        (VIDUR, "t.csv", "Vidur", [0.0, 4.314579]),
         (BAILIAN, "t.jsonl", "Qwen-Bailian", [0.0, 2.5]),
         (MOONCAKE, "t.ndjson", "Mooncake", [0.0, 2.0]),
         ("\ufeff\n " + MOONCAKE, "T.JSONL", "Mooncake", [0.0, 2.0]),
