@@ -30,6 +30,8 @@ GAP_S = 3600.0
 MAX_TRACE_DAYS = 366
 # Later than any date: what is larger is no time in seconds.
 LAST_S = 253_402_300_800.0
+# Seconds since 1970 of the years 2014 to 2039: as milliseconds days of January 1970.
+EPOCH_S = range(1_400_000_000, 2_200_000_000)
 MAX_GAPS_TOLD = 5
 SNIFFED_BYTES = 1024
 RECORDING_FORMAT = "echo-recording"
@@ -177,6 +179,7 @@ class _Columns:
 
     def _note_time(self, number: int, column: str, at_s: float) -> None:
         if not self.at_s:
+            self._check_unit(number, column, at_s)
             self.origin_s = at_s
         at_s -= self.origin_s
         last_s = self.at_s[-1] if self.at_s else 0.0
@@ -193,6 +196,16 @@ class _Columns:
         if at_s - last_s > GAP_S:
             self._note_gap(number, (at_s - last_s) / 3600)
         self.at_s.append(at_s)
+
+    def _check_unit(self, number: int, column: str, at_s: float) -> None:
+        """A thousand times too fast would be a trace whose times are seconds, not milliseconds."""
+        given = int(at_s / self.format.unit_s) if self.format else 0
+        if given != int(at_s) and given in EPOCH_S:
+            raise self.error(
+                number,
+                f"{column} is {given}; numbers there are milliseconds, and this is a time in "
+                "seconds since 1970. Multiply them by 1,000, or write dates",
+            )
 
     def _note_gap(self, number: int, hours: float) -> None:
         self.num_gaps += 1

@@ -30,7 +30,8 @@ BAILIAN = """{"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.1, "input_leng
 {"chat_id": 2, "parent_chat_id": 1, "timestamp": 63.6, "input_length": 40, "output_length": 4, \
 "type": "text", "turn": 2, "hash_ids": [7, 9, 10]}
 """
-SPLITWISE = """request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size
+SPLITWISE = """request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,\
+token_size
 0,2,0,1,1,4096,32
 1,2,0,3.5,1,2048,8
 """
@@ -230,6 +231,25 @@ def test_milliseconds_since_1970_are_read_where_a_format_has_them(tmp_path: Path
     rows = ({"timestamp": 1.7e12 + at, "input_length": 5, "output_length": 5} for at in (0, 2000))
     path = written(tmp_path, "\n".join(map(json.dumps, rows)), "t.jsonl")
     assert list(read_trace_file(path).trace.at_s) == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("at", [1_700_000_000, 1_700_000_000.5, "1700000000"])
+def test_seconds_since_1970_are_refused_where_a_format_has_milliseconds(
+    tmp_path: Path, at: object
+) -> None:
+    """A trace of hours would be one of seconds."""
+    path = written(tmp_path, MOONCAKE.replace("1000,", f"{json.dumps(at)},"), "t.jsonl")
+    with pytest.raises(TraceFileError, match=r"line 1: timestamp is 1700000000; .* by 1,000"):
+        read_trace_file(path)
+
+
+def test_seconds_since_1970_are_read_where_a_format_has_seconds_or_dates(tmp_path: Path) -> None:
+    text = f"t_s,context_tokens,generated_tokens\n{1.7e9},5,5\n{1.7e9 + 2},5,5\n"
+    assert list(read_trace_file(written(tmp_path, text)).trace.at_s) == [0.0, 2.0]
+    dates = MOONCAKE.replace("1000,", '"2024-05-10T00:00:00Z",').replace(
+        "3000,", '"2024-05-10T00:00:02Z",'
+    )
+    assert list(read_trace_file(written(tmp_path, dates, "t.jsonl")).trace.at_s) == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(
