@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +34,17 @@ class Arrival:
 def read_trace(path: Path) -> list[Arrival]:
     """The requests of a file in any format that `echo-sgl plan` reads, the first one at 0 s.
 
+    Those without prompt or answer, which failed where they were recorded, are left out. That, and
+    what else is odd about the file, is said on stderr.
     Errors: `WorkloadError` names the file, the line, the column and the bad value.
     """
     try:
-        trace = read_trace_file(path).trace
+        read = read_trace_file(path, skip_empty=True)
     except TraceFileError as error:
         raise WorkloadError(str(error)) from error
+    for warning in read.warnings:
+        _tell_once(f"warning: trace {path}: {warning}")
+    trace = read.trace
     columns = trace.at_s, trace.prompt_tokens, trace.output_tokens
     arrivals = [Arrival(*row) for row in zip(*columns, strict=True)]
     if trace.blocks is None:
@@ -46,6 +53,12 @@ def read_trace(path: Path) -> list[Arrival]:
         replace(one, blocks=tuple(blocks), block_tokens=float(trace.block_tokens))
         for one, blocks in zip(arrivals, trace.blocks, strict=True)
     ]
+
+
+@functools.cache
+def _tell_once(message: str) -> None:
+    """An experiment reads its trace several times."""
+    print(message, file=sys.stderr)
 
 
 def slice_trace(

@@ -53,6 +53,16 @@ def test_a_bad_row_is_refused_with_its_line_and_column(
     assert said in str(caught.value)
 
 
+def test_requests_that_failed_are_left_out_and_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BurstGPT publishes them as answers of 0 tokens."""
+    path = write(tmp_path, HEADER + "0,1,2\n1,5,0\n2,0,0\n3,4,5\n")
+    assert read_trace(path) == read_trace(path) == [Arrival(0.0, 1, 2), Arrival(3.0, 4, 5)]
+    said = capsys.readouterr().err
+    assert said == f"warning: trace {path}: 2 requests without prompt or answer left out\n"
+
+
 def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv.gz"
     path.write_bytes(gzip.compress((HEADER + "0,1,2\n" * 500).encode())[:-20])
