@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from eval.workloads import WorkloadError
@@ -14,6 +14,8 @@ _FILLER = " a"
 # Texts of blocks that prompts share: requests have numbers of their own below.
 BLOCK_INDEX = 1 << 32
 _MAX_REPAIRS = 64
+
+BlockEnd = tuple[int, int]  # a block, and the token of the prompt that it ends before
 
 
 class Tokenizer(Protocol):
@@ -82,10 +84,13 @@ class SyntheticText:
         Errors: `WorkloadError` when the start alone is longer or the tokenizer has no text
         of that length.
         """
+        return self._fitted(self.words(index, num_tokens + 1), num_tokens, shared_start)
+
+    def words(self, index: int, num_words: int) -> list[str]:
+        """What the text of that index begins with, where each word is a token."""
         rng = random.Random(f"{self._seed}/{index}")
         first = self._words[index % len(self._words)]
-        words = [first, *rng.choices(self._words, k=num_tokens)]
-        return self._fitted(words, num_tokens, shared_start)
+        return [first, *rng.choices(self._words, k=num_words - 1)][:num_words]
 
     def count(self, text: str) -> int:
         """Its tokens, with the model's first token."""
@@ -127,14 +132,25 @@ class TracePrompts:
         """
         if not one.blocks:
             return self._texts.text(index, one.prompt_tokens, shared_start=shared_start)
-        offset = self._texts.count(shared_start) if shared_start else 0
-        start = shared_start
-        for place in range(1, len(one.blocks)):
-            end = offset + round(place * one.block_tokens)
-            if end >= one.prompt_tokens:
-                return self._block(one.blocks[place - 1], one.prompt_tokens, start)
+        start_tokens = self._texts.count(shared_start)
+        ends = list(_block_ends(one, start_tokens if shared_start else 0))
+        text = shared_start + "".join(self._words(ends, start_tokens))
+        if self._texts.count(text) == one.prompt_tokens:
+            return text
+        # Rare: words are not always one token. Counted block by block, long prompts take seconds.
+        return self._counted(one, ends, shared_start)
+
+    def _words(self, ends: Sequence[BlockEnd], start_tokens: int) -> Iterator[str]:
+        """The words of each block, as long as it has tokens."""
+        for block, end in ends:
+            if end > start_tokens:
+                yield from self._texts.words(BLOCK_INDEX + block, end - start_tokens)
+                start_tokens = end
+
+    def _counted(self, one: Arrival, ends: Sequence[BlockEnd], start: str) -> str:
+        for place, (_, end) in enumerate(ends[:-1], 1):
             start = self._start(one.blocks[:place], end, start)
-        return self._block(one.blocks[-1], one.prompt_tokens, start)
+        return self._block(ends[-1][0], one.prompt_tokens, start)
 
     def _start(self, blocks: tuple[int, ...], num_tokens: int, start: str) -> str:
         if blocks not in self._starts:
@@ -143,6 +159,16 @@ class TracePrompts:
 
     def _block(self, block: int, num_tokens: int, start: str) -> str:
         return self._texts.text(BLOCK_INDEX + block, num_tokens, shared_start=start)
+
+
+def _block_ends(one: Arrival, offset: int) -> Iterator[BlockEnd]:
+    """The blocks of a prompt, and where in it each ends; the last with the prompt."""
+    for place, block in enumerate(one.blocks, 1):
+        end = offset + round(place * one.block_tokens)
+        if place == len(one.blocks) or end >= one.prompt_tokens:
+            yield block, one.prompt_tokens
+            return
+        yield block, end
 
 
 def _vocabulary_words(tokenizer: Tokenizer) -> list[str]:

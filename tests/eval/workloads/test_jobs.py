@@ -262,6 +262,22 @@ def test_prompts_of_a_trace_share_the_blocks_that_they_begin_with(
     assert shared <= common_tokens(tokenizer, *made) <= shared + 1
 
 
+def test_a_prompt_of_many_blocks_is_counted_as_a_whole(
+    texts: SyntheticText, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block, a minute goes by for each long prompt; and it would be the same text."""
+    one = Arrival(0.0, 1990, 1, tuple(range(125)), 16)
+    counted: list[int] = []
+    monkeypatch.setattr(texts, "count", lambda text: counted.append(len(text)) or count(text))
+    count = SyntheticText(tokenizer, seed=0).count
+    prompts = TracePrompts(texts)
+    text = prompts.text(0, one)
+    assert sum(counted) <= 2 * len(text)
+    assert count(text) == 1990
+    ends = [(place, min(1990, 16 * (place + 1))) for place in range(125)]
+    assert prompts._counted(one, ends, "") == text
+
+
 def test_a_start_that_all_share_goes_before_the_blocks(
     texts: SyntheticText, tokenizer: Tokenizer
 ) -> None:
