@@ -149,7 +149,7 @@ def named_job(
     """The lines of 'stdlib', of a file of batch lines, or of a text set, see `text_set_lines`."""
     if name == "stdlib":
         return StdlibJob(SERVED_MODEL, seed=seed).lines(tokenizer)
-    if name.endswith(JOB_FILE_SUFFIXES):
+    if name.endswith(JOB_FILE_SUFFIXES) or Path(name).is_file():
         # A job file names the model that it was written for; here it runs on ours.
         return [
             line | {"body": line["body"] | {"model": SERVED_MODEL}} for line in read_job(Path(name))

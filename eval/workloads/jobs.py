@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 
-from echo_sgl.batches.lines.job_line import whole_number
+from echo_sgl.batches.lines.job_line import CHAT_URL, INPUT_FIELDS, whole_number
 from eval.workloads import WorkloadError, find_data, read_lines
 from eval.workloads.prompts import Tokenizer, part_of_tokens
 
 COMPLETIONS_URL = "/v1/completions"
-JOB_URLS = (COMPLETIONS_URL, "/v1/chat/completions")
+JOB_URLS = (COMPLETIONS_URL, CHAT_URL)
 TEXT_SET_SUFFIXES = (".prefixes.jsonl.gz", ".requests.jsonl.gz")
 
 BatchLine = dict[str, Any]
@@ -36,8 +36,12 @@ def read_job(path: Path) -> list[BatchLine]:
             raise WorkloadError(f"{where}: custom_id {custom_id!r} was used by an earlier line")
         if (url := _value(where, line, "url", str)) not in JOB_URLS:
             raise WorkloadError(f"{where}: url is {url!r}; allowed are {', '.join(JOB_URLS)}")
-        if _value(where, line, "body", dict).get("stream"):
+        body = _value(where, line, "body", dict)
+        if body.get("stream"):
             raise WorkloadError(f"{where}: body.stream is set; a job's answers do not stream")
+        wanted = INPUT_FIELDS[url]
+        if not isinstance(given := body.get(wanted), list if url == CHAT_URL else str | list):
+            raise WorkloadError(f"{where}: body.{wanted} is {given!r:.60}; {url} needs it")
         lines[custom_id] = line
     if not lines:
         raise WorkloadError(f"{path} holds no line")

@@ -78,6 +78,14 @@ def test_a_written_job_reads_back_equal(tmp_path: Path) -> None:
         (orjson.dumps(GOOD | {"custom_id": "b", "url": "/v1/x"}), "url is '/v1/x'; allowed are"),
         (orjson.dumps(GOOD | {"custom_id": "b", "body": "x"}), "body is 'x'; it must be a dict"),
         (orjson.dumps(GOOD | {"custom_id": "b", "body": {"stream": True}}), "body.stream is set"),
+        (
+            orjson.dumps(GOOD | {"custom_id": "b", "url": "/v1/chat/completions"}),
+            "line 2: body.messages is None; /v1/chat/completions needs it",
+        ),
+        (
+            orjson.dumps(GOOD | {"custom_id": "b", "body": {"messages": []}}),
+            "line 2: body.prompt is None; /v1/completions needs it",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, bad: bytes, said: str) -> None:
