@@ -113,6 +113,11 @@ def _arrivals(options: AblationOptions, rate_rps: float) -> list[Arrival]:
             trace, start_s=start_s, duration_s=duration_s, rate_rps=rate_rps
         )
         cut = slice_trace(trace, start_s=start_s, duration_s=duration_s, time_scale=scale)
+        if not cut:
+            raise WorkloadError(
+                f"the first requests of {options.trace} after {start_s:g} s come at once, at the "
+                f"end of the {duration_s:g} s; choose another --trace-start-s, or raise the rate"
+            )
         return _scaled(options, cut)
     times_s = arrivals_until(_times_s(options, rate_rps), duration_s=duration_s)
     requests = zip(times_s, _requests(options), strict=False)

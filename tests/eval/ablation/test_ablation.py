@@ -276,7 +276,7 @@ def test_llm_d_sends_three_jobs_of_different_windows_at_once(tiny_model: Path) -
 def test_a_job_of_ones_own_stands_in_for_that_of_the_workload(
     workload: str, trace: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "mine.jsonl"
+    path = tmp_path / "mine.json"  # any name of a file
     lines = [
         {"custom_id": f"mine-{number}", "method": "POST", "url": "/v1/chat/completions",
          "body": {"model": "another", "messages": [{"role": "user", "content": f"Say {number}"}],
@@ -349,3 +349,15 @@ def test_a_run_goes_on_as_it_began_or_not_at_all(tmp_path: Path) -> None:
         store.refuse_mixing({"echo": echo}, (1, 2), now | {"torch": "3"})
     # What was measured stays of the day on which it was.
     assert store.provenance(now | {"date": "2026-01-02"}) == now
+
+
+def test_a_part_of_a_trace_that_comes_at_once_at_its_end_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Mooncake's conversations come in lots, one in three seconds."""
+    path = tmp_path / "lots.csv"
+    rows = "".join(f"{3 * (number // 16)},8,2\n" for number in range(64))
+    path.write_text("t_s,context_tokens,generated_tokens\n" + rows)
+    options = AblationOptions(trace=str(path), trace_start_s=1, online_rps=1, duration_s=10)
+    with pytest.raises(WorkloadError, match=r"after 1 s come at once.* --trace-start-s"):
+        build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=8.0)
