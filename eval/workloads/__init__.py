@@ -20,14 +20,15 @@ class WorkloadError(EchoError, ValueError):
     """A workload file or a request made from it cannot be used; the message says where."""
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines (from 1) of a text file, which may be gzip'd.
+def read_lines(path: Path, *, max_chars: int = -1) -> Iterator[tuple[int, str]]:
+    """Numbered lines (from 1) of a text file, which may be gzip'd; longer ones come in parts.
 
     Errors: `WorkloadError` when the file cannot be read as UTF-8 text.
     """
     try:
         with open_text_file(path) as file:
-            yield from enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), start=1)
+            text = io.TextIOWrapper(file, encoding="utf-8-sig")
+            yield from enumerate(iter(lambda: text.readline(max_chars), ""), start=1)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {error}") from error
 

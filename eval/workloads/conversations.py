@@ -1,4 +1,4 @@
-"""Agents' conversations as a trace: many held at once, each prompt goes on from the one before.
+"""Conversations as a trace: many held at once, each prompt goes on from the one before.
 
 Their files hold texts, and times of servers of their own or none. So lengths are counted in
 characters, times are drawn, and what two prompts share is compared exactly.
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval.workloads import WorkloadError
-from eval.workloads.sessions import Call, find_reader
+from eval.workloads.sessions import Call, find_reader, read_sessions
 from eval.workloads.traces import Arrival, read_trace
 
 CHARS_PER_TOKEN = 4
@@ -29,7 +29,7 @@ def read_online(path: Path, *, seed: int = 0) -> list[Arrival]:
     """
     if (reader := find_reader(path)) is None:
         return read_trace(path)
-    sessions = [calls for _, calls in reader(path) if calls]
+    sessions = [calls for _, calls in read_sessions(reader, path) if calls]
     if not sessions:
         raise WorkloadError(f"{path} holds no call of a conversation")
     return conversation_trace(sessions, seed=seed)

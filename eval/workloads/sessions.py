@@ -7,6 +7,7 @@ conversation would change its prefix, which is what a cache is measured by.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any
 
 import orjson
 
+from echo_sgl.sim.trace_files import MAX_LINE_CHARS
 from eval.workloads import WorkloadError, find_data, read_lines
 from eval.workloads.prompts import Tokenizer, count_tokens
+from eval.workloads.traces import tell_once
 
 Row = Mapping[str, Any]
 Call = tuple[str, str]  # whole prompt, answer
@@ -83,7 +86,43 @@ def read_delta(path: Path) -> Iterator[tuple[str, list[Call]]]:
     yield from sessions.items()
 
 
-READERS: dict[str, Reader] = {"system_prompt": read_tau, "session": read_delta}  # by a key
+def read_calls(path: Path) -> Iterator[tuple[str, list[Call]]]:
+    """Name and (prompt, answer) pairs of each session of a file of agents' whole calls.
+
+    Errors: `WorkloadError` names the file, the line and the key.
+    """
+    sessions: dict[str, list[Call]] = {}
+    for where, row in _rows(path):
+        call = _text(where, row, "input"), _text(where, row, "output")
+        sessions.setdefault(_text(where, row, "session_id"), []).append(call)
+    yield from sessions.items()
+
+
+def read_chats(path: Path) -> Iterator[tuple[str, list[Call]]]:
+    """Name and (prompt, answer) pairs of each conversation, one a line, as chats are published.
+
+    Errors: `WorkloadError` names the file and the line.
+    """
+    for number, (where, row) in enumerate(_rows(path)):
+        turns = next((row[key] for key in CHAT_KEYS if key in row), None)
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise WorkloadError(
+                f"{where}: {' or '.join(CHAT_KEYS)} is {turns!r:.60}; a list of turns is needed"
+            )
+        yield f"chat-{number}", list(_tau_turns("", [_message(turn) for turn in turns]))
+
+
+# LMSYS-Chat and WildChat; ShareGPT.
+CHAT_KEYS = ("conversation", "conversations")
+ANSWERER = {"gpt": "assistant", "chatgpt": "assistant"}  # as ShareGPT names it
+READERS: dict[tuple[str, ...], Reader] = {  # by keys of the first line
+    ("system_prompt",): read_tau,
+    ("session",): read_delta,
+    ("session_id", "input", "output"): read_calls,
+    **{(key,): read_chats for key in CHAT_KEYS},
+}
+# Their prompts are held as texts; and no run gets through as many.
+MAX_SESSIONS = 5000
 KNOWN = {"tau": "taubench_airline_dev.jsonl.gz", "miniswe": "lmcache_miniswe.delta.jsonl.gz"}
 
 
@@ -92,13 +131,21 @@ def find_reader(path: Path) -> Reader | None:
 
     Errors: `WorkloadError` when the file cannot be read.
     """
-    _, first = next(read_lines(path), (1, ""))
+    _, first = next(read_lines(path, max_chars=MAX_LINE_CHARS), (1, ""))
     try:
-        row = orjson.loads(first)
+        keys = orjson.loads(first) if first.startswith("{") else {}
     except orjson.JSONDecodeError:
         return None
-    keys = row if isinstance(row, dict) else {}
-    return next((reader for key, reader in READERS.items() if key in keys), None)
+    return next((reader for names, reader in READERS.items() if keys.keys() >= {*names}), None)
+
+
+def read_sessions(reader: Reader, path: Path) -> list[tuple[str, list[Call]]]:
+    """The first `MAX_SESSIONS` of a file; that there are more is said on stderr."""
+    sessions = reader(path)
+    first = list(itertools.islice(sessions, MAX_SESSIONS))
+    if next(sessions, None):
+        tell_once(f"warning: {path}: only the first {MAX_SESSIONS:,} conversations are taken")
+    return first
 
 
 def load_sessions(
@@ -134,13 +181,13 @@ def cut_session(
 
 def _one_set(name: str, tokenizer: Tokenizer, limits: SessionLimits) -> Iterator[Session]:
     """The set's sessions that have a turn, lazily: counting tokens takes time."""
-    sessions = list(_read(name))
+    sessions = _read(name)
     random.Random(limits.seed).shuffle(sessions)
     cut = (cut_session(key, calls, tokenizer, limits) for key, calls in sessions)
     return (session for session in cut if session.turns)
 
 
-def _read(name: str) -> Iterator[tuple[str, list[Call]]]:
+def _read(name: str) -> list[tuple[str, list[Call]]]:
     try:
         path = find_data(KNOWN.get(name, name))
     except WorkloadError as error:
@@ -150,9 +197,9 @@ def _read(name: str) -> Iterator[tuple[str, list[Call]]]:
     if (reader := find_reader(path)) is None:
         raise WorkloadError(
             f"{path} holds no conversations: its first line is no JSON object with one of the keys "
-            + ", ".join(READERS)
+            + ", ".join(" and ".join(names) for names in READERS)
         )
-    return reader(path)
+    return read_sessions(reader, path)
 
 
 def _in_turns(sets: list[Iterator[Session]], num_sessions: int) -> list[Session]:
@@ -177,8 +224,17 @@ def _tau_turns(system: str, messages: Sequence[Row]) -> Iterator[Call]:
 
 
 def _content(message: Row) -> str:
-    """What was said, or the tool calls as JSON where nothing was."""
-    return message.get("content") or orjson.dumps(message.get("tool_calls")).decode()
+    """What was said, or the tool calls as JSON where nothing was; a list of parts as JSON, too."""
+    said = message.get("content") or message.get("tool_calls")
+    return said if isinstance(said, str) else orjson.dumps(said).decode()
+
+
+def _message(turn: Row) -> Row:
+    """A turn of a chat with OpenAI's names."""
+    if "from" not in turn:
+        return turn
+    role = str(turn["from"])
+    return {"role": ANSWERER.get(role, role), "content": turn.get("value")}
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:

@@ -43,7 +43,7 @@ def read_trace(path: Path) -> list[Arrival]:
     except TraceFileError as error:
         raise WorkloadError(str(error)) from error
     for warning in read.warnings:
-        _tell_once(f"warning: trace {path}: {warning}")
+        tell_once(f"warning: trace {path}: {warning}")
     trace = read.trace
     columns = trace.at_s, trace.prompt_tokens, trace.output_tokens
     arrivals = [Arrival(*row) for row in zip(*columns, strict=True)]
@@ -56,7 +56,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 @functools.cache
-def _tell_once(message: str) -> None:
+def tell_once(message: str) -> None:
     """An experiment reads its trace several times."""
     print(message, file=sys.stderr)
 

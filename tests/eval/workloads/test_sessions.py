@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import itertools
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from echo_sgl.sim.trace_files import MAX_LINE_CHARS
 from eval.workloads import DATA_DIR, WorkloadError
 from eval.workloads.prompts import Tokenizer, count_tokens, load_tokenizer
 from eval.workloads.sessions import (
@@ -19,7 +21,10 @@ from eval.workloads.sessions import (
     cut_session,
     find_reader,
     load_sessions,
+    read_calls,
+    read_chats,
     read_delta,
+    read_sessions,
     read_tau,
 )
 
@@ -76,6 +81,68 @@ def test_a_delta_coded_call_goes_on_from_its_own_session(tmp_path: Path) -> None
         "a": [("one two", "done"), ("one three", "end")],
         "b": [("other", "done")],
     }
+
+
+CHATS = {
+    "LMSYS": {"conversation": [{"role": "user", "content": "hi"},
+                               {"role": "assistant", "content": "hello"},
+                               {"role": "user", "content": "go on"}], "turn": 1},
+    "ShareGPT": {"id": "x", "conversations": [{"from": "human", "value": "hi"},
+                                              {"from": "gpt", "value": "hello"},
+                                              {"from": "human", "value": "go on"}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_published_chat_is_a_session_of_the_turns_that_were_answered(
+    tmp_path: Path, name: str
+) -> None:
+    path = write(tmp_path, [CHATS[name], CHATS[name]])
+    assert find_reader(path) is read_chats
+    user = {"LMSYS": "user", "ShareGPT": "human"}[name]
+    assert list(read_chats(path)) == [
+        (f"chat-{number}", [(f"{user}: hi\nassistant:", "hello")]) for number in range(2)
+    ]
+
+
+@pytest.mark.parametrize("turns", ["hi", ["hi"], None, {"role": "user"}])
+def test_a_chat_without_turns_is_refused(tmp_path: Path, turns: object) -> None:
+    path = write(tmp_path, [{"conversation": turns}])
+    with pytest.raises(WorkloadError, match=r"line 1: conversation or .*; a list of turns"):
+        list(read_chats(path))
+
+
+def test_whole_calls_of_agents_are_put_together_by_session(tmp_path: Path) -> None:
+    """As LMCache publishes them."""
+    rows = [
+        {"timestamp": 1, "session_id": name, "input": prompt, "output": "done"}
+        for name, prompt in [("a", "one"), ("b", "other"), ("a", "one two")]
+    ]
+    path = write(tmp_path, rows)
+    assert find_reader(path) is read_calls
+    assert dict(read_calls(path)) == {
+        "a": [("one", "done"), ("one two", "done")],
+        "b": [("other", "done")],
+    }
+
+
+def test_of_many_conversations_the_first_are_taken_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("eval.workloads.sessions.MAX_SESSIONS", 2)
+    path = write(tmp_path, [CHATS["LMSYS"]] * 3)
+    assert [name for name, _ in read_sessions(read_chats, path)] == ["chat-0", "chat-1"]
+    assert "only the first 2 conversations are taken" in capsys.readouterr().err
+
+
+def test_a_long_line_is_not_held_to_find_out_what_a_file_is(tmp_path: Path) -> None:
+    path = tmp_path / "share.json"
+    path.write_text("[" + "{}," * 3_000_000 + "{}]")
+    tracemalloc.start()
+    assert find_reader(path) is None
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 3 * 4 * MAX_LINE_CHARS
 
 
 def test_a_session_is_cut_to_its_first_turns(tokenizer: Tokenizer) -> None:
