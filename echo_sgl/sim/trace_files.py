@@ -216,14 +216,17 @@ class _Columns:
         size = self.block_tokens or (self.format.block_tokens if self.format else BLOCK_TOKENS)
         wanted = -(-prompt // size)
         is_list = isinstance(value, list) and len(value) <= MAX_BLOCKS
-        if not is_list or not all(type(one) is int and 0 <= one < MAX_BLOCK_ID for one in value):
-            raise self.error(number, f"{key} is {str(value)[:60]}; it must be a list of numbers")
+        if not is_list or not all(type(one) is int for one in value):
+            raise self.error(
+                number, f"{key} is {str(value)[:60]}; it must be a list of whole numbers"
+            )
         if len(value) != wanted:
             raise self.error(
                 number,
                 f"{key} has {len(value)} entries; {prompt} tokens are {wanted} blocks of {size}",
             )
-        blocks = array("q", value)
+        # Hashes of 64 bits, too, signed or not: two that are alike in 62 are the same one.
+        blocks = array("q", (one % MAX_BLOCK_ID for one in value))
         if rest := prompt % size:
             # An id stands for so many tokens: who has more of the block has another one.
             blocks[-1] = hash((blocks[-1], rest)) % MAX_BLOCK_ID

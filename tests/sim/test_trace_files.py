@@ -79,6 +79,16 @@ def test_hash_ids_are_prefixes_that_requests_share(tmp_path: Path) -> None:
     assert first.blocks[1] != second.blocks[1]
 
 
+@pytest.mark.parametrize("wide", [(1 << 64) - 1, 1 << 62, -1, -(1 << 63)])
+def test_hashes_of_64_bits_name_blocks(tmp_path: Path, wide: int) -> None:
+    text = MOONCAKE.replace("[0,", f"[{wide},")
+    trace = read_trace_file(written(tmp_path, text, "t.jsonl")).trace
+    first, second = trace.request(0), trace.request(1)
+    assert first.blocks[0] == second.blocks[0] and first.blocks[1] != second.blocks[1]
+    assert 0 <= first.blocks[0] < 1 << 62
+    assert simulate(server(), trace).online_cached_tokens == 512
+
+
 def test_a_block_of_which_prompts_have_unlike_shares_is_not_shared(tmp_path: Path) -> None:
     """Else a simulated pool would count it with the size of who came first."""
     prompts = (700, 1024, 700)
