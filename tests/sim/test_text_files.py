@@ -10,13 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from echo_sgl.cli.tuning.replay_load import read_job
 from echo_sgl.sim.job_lines import read_job_lines
 from echo_sgl.sim.text_files import open_text_file
 from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
 from eval.workloads import WorkloadError, read_lines
 
 TRACE = b"t_s,context_tokens,generated_tokens\n0,5,5\n"
-LINE = json.dumps({"body": {"prompt": "hi"}}).encode()
+LINE = json.dumps(
+    {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "m", "prompt": "hi"},
+    }
+).encode()
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t"])
@@ -28,7 +36,7 @@ def test_a_packed_text_is_unpacked_whatever_its_name(tmp_path: Path, name: str) 
     assert len(read_trace_file(path).trace) == 1
     assert next(read_lines(path)) == (1, TRACE.decode().splitlines(keepends=True)[0])
     path.write_bytes(gzip.compress(LINE))
-    assert len(read_job_lines(path)) == 1
+    assert len(read_job_lines(path)) == len(read_job(path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,8 @@ def test_a_file_of_another_kind_is_refused_by_its_name(
         read_trace_file(path)
     with pytest.raises(TraceFileError, match=f"jobs .* cannot be read: {said}"):
         read_job_lines(path)
+    with pytest.raises(TraceFileError, match=f"job file .* cannot be read: {said}"):
+        read_job(path)
     with pytest.raises(WorkloadError, match=said):
         list(read_lines(path))
 

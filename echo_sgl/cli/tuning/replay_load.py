@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import random
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from echo_sgl.batches.lines.job_line import LineError, is_blank, parse_line
 from echo_sgl.errors import EchoError
 from echo_sgl.sim.server_config import PROMPT_MARGIN_TOKENS
+from echo_sgl.sim.text_files import open_text_file
 from echo_sgl.sim.trace_files import TraceFileError
 from echo_sgl.sim.workload import Trace
 from echo_sgl.types import OFFLINE_SERVICE_TIER
@@ -132,13 +134,16 @@ class ReplayLoad:
 def read_job(path: Path) -> dict[int, OfflineBody]:
     """The lines of a job file by their numbers; a byte order mark and blank lines are skipped.
 
+    It may be gzip'd, as `echo-sgl plan` reads it.
+
     Errors: `TraceFileError` names the first bad line.
     """
     try:
-        with path.open("rb") as file:
+        with open_text_file(path) as file:
             raw = list(itertools.islice(file, MAX_JOB_LINES))
-    except OSError as error:
-        raise TraceFileError(f"job file {path} cannot be read: {error.strerror}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise TraceFileError(f"job file {path} cannot be read: {why}") from error
     lines: dict[int, OfflineBody] = {}
     for number, whole in enumerate(raw, 1):
         content = whole.removeprefix(codecs.BOM_UTF8) if number == 1 else whole
