@@ -11,8 +11,10 @@ from typing import Any
 import orjson
 
 from eval.ablation.options import AblationOptions
+from eval.fidelity.replay import check_job
 from eval.figures.slo import Slo
 from eval.workloads import WorkloadError
+from eval.workloads.jobs import limit_answers, read_job
 
 DEFAULT_ARMS = "echo,hygen,bs"
 # What an ablation's servers may have had besides, and is simulated, or tells in nothing.
@@ -61,7 +63,7 @@ def facts_of(options: AblationOptions, server_args: Sequence[str], where: str) -
 
 
 def check_load(options: AblationOptions) -> None:
-    """Errors: `WorkloadError` names what the simulator does not play."""
+    """Errors: `WorkloadError` names what the simulator does not play, or a bad job file."""
     stock = [name for name, arm in options.picked_arms().items() if not arm.settings]
     if stock:
         raise WorkloadError(
@@ -73,6 +75,8 @@ def check_load(options: AblationOptions) -> None:
             f"the lines of workload {options.workload} have windows of their own, which a "
             "simulated trace does not have; choose another workload, or name a --job"
         )
+    if Path(options.job_name).is_file():
+        check_job(limit_answers(read_job(Path(options.job_name)), options.max_answer_tokens))
 
 
 def given_load(rate_rps: float, promise: str) -> Load | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from echo_sgl.types import Task
 from eval.load.mix import Mix
 from eval.load.records import Record, Status
 from eval.workloads import WorkloadError
+from eval.workloads.jobs import BatchLine
 from eval.workloads.prompts import Tokenizer
 
 MAX_NOISE = 0.5
@@ -62,6 +63,23 @@ def bodies_of(mix: Mix) -> Bodies:
     return online | {line["custom_id"]: line["body"] for line in mix.job}
 
 
+def check_job(lines: Iterable[BatchLine]) -> None:
+    """Before it is measured: can it be replayed? Errors: `WorkloadError` names the line."""
+    for line in lines:
+        for key, wanted in (("prompt", str), ("max_tokens", int)):
+            value_of(line["custom_id"], line["body"], key, wanted)
+
+
+def value_of(id: str, body: Mapping[str, Any], key: str, wanted: type) -> Any:
+    """What a request says of that. Errors: `WorkloadError` when it says nothing."""
+    if not isinstance(value := body.get(key), wanted):
+        raise WorkloadError(
+            f"{id} has {key} {value!r:.40}; a job is replayed whose lines are for "
+            "/v1/completions, with a prompt of text and max_tokens"
+        )
+    return value
+
+
 class Prompts:
     """Token ids of requests as their server makes them: a simulated prefix is a real one."""
 
@@ -89,13 +107,7 @@ class Prompts:
         return bool(self._body(record).get("ignore_eos"))
 
     def _value(self, record: Record, key: str, wanted: type) -> Any:
-        value = self._body(record).get(key)
-        if not isinstance(value, wanted):
-            raise WorkloadError(
-                f"{record.id} has {key} {value!r:.40}; a job is replayed whose lines are for "
-                "/v1/completions, with a prompt of text and max_tokens"
-            )
-        return value
+        return value_of(record.id, self._body(record), key, wanted)
 
     def _body(self, record: Record) -> dict[str, Any]:
         if record.id not in self._bodies:

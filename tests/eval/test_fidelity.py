@@ -30,6 +30,7 @@ from eval.fidelity.report import (
 from eval.fidelity.run import at_speed, evidence_of
 from eval.load.records import Record, Status
 from eval.workloads import WorkloadError
+from eval.workloads.jobs import batch_line, write_job
 from tests.sim.workloads import COEFFICIENTS, device, server
 
 
@@ -281,6 +282,20 @@ def test_a_line_that_has_no_text_to_replay_is_named() -> None:
         replay(server(), [record("a", 0.0)], Prompts(chat, Words()))
     with pytest.raises(WorkloadError, match="a has max_tokens None"):
         replay(server(), [record("a", 0.0)], Prompts({"a": {"prompt": "7"}}, Words()))
+
+
+def test_a_job_that_cannot_be_replayed_is_refused_before_it_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "job.jsonl"
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    options = AblationOptions(arms="echo", job=str(path))
+    for url, body, said in (
+        ("/v1/chat/completions", chat, "a has prompt None; a job is replayed"),
+        ("/v1/completions", {"prompt": "hi"}, "a has max_tokens None; a job is replayed"),
+    ):
+        write_job(path, [batch_line("a", body, url)])
+        with pytest.raises(WorkloadError, match=said):
+            check_load(options)
+    check_load(dataclasses.replace(options, max_answer_tokens=5))
 
 
 def test_a_job_of_ones_own_is_played_beside_llm_ds_phases() -> None:
