@@ -51,10 +51,12 @@ def derive_slo(alone: Sequence[Record], factors: tuple[float, float]) -> Slo:
     ttft_ms, tpot_ms = stats["ttft_ms"]["p99"], stats["tpot_ms"]["p99"]
     unanswered = stats["requests"] - stats["ok"]
     if unanswered or ttft_ms is None or tpot_ms is None:
+        error = min((one.error for one in alone if one.error), default="")
         raise WorkloadError(
             f"the stock server alone left {unanswered} of {stats['requests']} online requests "
-            "unanswered, so nothing can be promised; lower --online-load or raise --drain-s, and "
-            "see that answers have at least 2 tokens"
+            f"unanswered{f' ({error})' if error else ''}, so nothing can be promised; lower "
+            "--online-load or raise --drain-s, and see that prompts fit the model's context "
+            "(--max-prompt-tokens) and answers have at least 2 tokens"
         )
     return Slo(ttft_ms / 1000 * factors[0], tpot_ms / 1000 * factors[1])
 

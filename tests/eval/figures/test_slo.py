@@ -36,6 +36,15 @@ def test_nothing_is_promised_when_alone_was_not_fully_answered(bad: list[Record]
         derive_slo(bad, (1.5, 1.5))
 
 
+def test_why_nothing_is_promised_is_said_with_what_the_server_answered() -> None:
+    """Else a trace of prompts longer than the model's context looks like too high a rate."""
+    refused = [online(), online(status=Status.ERROR, error="HTTP 400: longer than the context")]
+    with pytest.raises(
+        WorkloadError, match=r"left 1 of 2 .* \(HTTP 400: longer than the context\)"
+    ):
+        derive_slo(refused, (1.5, 1.1))
+
+
 @pytest.mark.parametrize(
     ("values", "is_met"),
     [
