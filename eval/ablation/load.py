@@ -36,6 +36,7 @@ from eval.workloads.traces import (
     again_and_again,
     scale_lengths,
     slice_trace,
+    tell_once,
     time_scale_for_rate,
 )
 
@@ -49,6 +50,7 @@ LONG_ANSWERS = "long-answers"
 # Questions to a model that thinks before it answers: means, sigmas of the logarithms, the longest.
 QUESTION_TOKENS, QUESTION_SIGMA, LONGEST_QUESTION = 300, 0.7, 4000
 LONG_ANSWER_TOKENS, LONG_ANSWER_SIGMA, LONGEST_ANSWER = 900, 0.9, 3000
+DRAWN = (LLM_D, LONG_ANSWERS)  # all of their online requests
 # Of the gaps between arrivals, see `gamma_arrivals`; and lengths are drawn for so many requests.
 CLUMPS, NUM_LONG_ANSWERS = 1.5, 10_000
 # Own texts for each use: no two uses share an index.
@@ -79,6 +81,8 @@ def check_inputs(options: AblationOptions, tokenizer: Tokenizer) -> None:
 
     Errors: `WorkloadError`.
     """
+    if options.workload in DRAWN and options.trace != AblationOptions().trace:
+        tell_once(f"warning: {options.workload} draws its online requests; --trace is not read")
     next(_requests(options))
     if options.job_name:
         _job(options, tokenizer, saturation_rps=0.0)

@@ -20,7 +20,13 @@ from eval.ablation.arms import (
     error_arm_name,
     with_promises,
 )
-from eval.ablation.load import build_mix, calibration_requests, calibration_window, in_flight
+from eval.ablation.load import (
+    build_mix,
+    calibration_requests,
+    calibration_window,
+    check_inputs,
+    in_flight,
+)
 from eval.ablation.options import AblationOptions, parse_options
 from eval.ablation.run import Ablation, in_order
 from eval.ablation.store import Store
@@ -30,6 +36,7 @@ from eval.figures.deadlines import deadlines_of
 from eval.figures.slo import Slo
 from eval.workloads import WorkloadError
 from eval.workloads.prompts import count_tokens, load_tokenizer
+from eval.workloads.traces import tell_once
 
 Tree = dict[str, Any]
 
@@ -361,3 +368,18 @@ def test_a_part_of_a_trace_that_comes_at_once_at_its_end_is_refused(
     options = AblationOptions(trace=str(path), trace_start_s=1, online_rps=1, duration_s=10)
     with pytest.raises(WorkloadError, match=r"after 1 s come at once.* --trace-start-s"):
         build_mix(options, load_tokenizer(str(tiny_model)), saturation_rps=8.0)
+
+
+@pytest.mark.parametrize("workload", ["llm-d", "long-answers", "azure-qmsum"])
+def test_a_trace_that_a_workload_does_not_read_is_told(
+    workload: str,
+    trace: str,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("eval.ablation.load._job", lambda *_, **__: [])
+    tell_once.cache_clear()
+    check_inputs(AblationOptions(workload=workload, trace=trace), load_tokenizer(str(tiny_model)))
+    is_told = f"{workload} draws its online requests; --trace" in capsys.readouterr().err
+    assert is_told == (workload != "azure-qmsum")
