@@ -24,6 +24,7 @@ CHAT_ANSWER_TOKENS = 256  # taken for granted: SGLang lets it fill the context
 COMPLETION_ANSWER_TOKENS = 16  # SGLang's own limit, as OpenAI's
 EMBEDDING_ANSWER_TOKENS = 1  # the step that computes it
 _MAX_SHOWN_CHARS = 80
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ def is_blank(raw: bytes) -> bool:
 def _load(raw: bytes) -> Mapping[str, Any]:
     if len(raw) > MAX_LINE_BYTES:
         raise LineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+    if raw.startswith(_GZIP):
+        raise LineError("invalid_json_line", "the file is packed with gzip; unpack it")
     if b"\0" in raw:
         raise LineError("invalid_json_line", "the line holds NUL bytes; the file must be UTF-8")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
 import orjson
@@ -42,6 +43,7 @@ BAD_LINES = [
     (b'{"custom_id": "\\ud800"}', "invalid_json_line", "not valid JSON"),
     (line().decode().encode("utf-16"), "invalid_json_line", "NUL"),
     (line() + b"\0", "invalid_json_line", "NUL"),
+    (gzip.compress(line()), "invalid_json_line", "the file is packed with gzip; unpack it"),
     (b"[]", "invalid_json_line", "an array; it must be a JSON object"),
     (b'"text"', "invalid_json_line", "a string; it must be a JSON object"),
     (b"null", "invalid_json_line", "null; it must be a JSON object"),
