@@ -33,6 +33,8 @@ LAST_S = 253_402_300_800.0
 # Seconds since 1970 of the years 2014 to 2039: as milliseconds days of January 1970.
 EPOCH_S = range(1_400_000_000, 2_200_000_000)
 MAX_GAPS_TOLD = 5
+# Of a server, or of a part of many; told for so many requests.
+LEAST_RPS, MOST_RPS, MIN_RATED = 0.02, 2000.0, 200
 SNIFFED_BYTES = 1024
 RECORDING_FORMAT = "echo-recording"
 RECORDING_VERSIONS = (1,)
@@ -137,7 +139,7 @@ class _Columns:
             raise TraceFileError(f"trace {self.path}: some lines have {key}, some have none")
         if (more := self.num_gaps - MAX_GAPS_TOLD) > 0:
             self.warnings.append(f"{more} more gaps of over an hour")
-        self.warnings += left_out
+        self.warnings += [*left_out, *self._rate_warning(self.format)]
         trace = Trace(
             self.task,
             self.at_s,
@@ -149,6 +151,13 @@ class _Columns:
             max_new_tokens=max(self.outputs),
         )
         return TraceFile(trace, self.format.name, tuple(self.warnings))
+
+    def _rate_warning(self, form: Format) -> Iterator[str]:
+        """Times in another unit than that of the format make a trace of such a rate."""
+        rate_rps = len(self.at_s) / max(self.at_s[-1], 1e-9)
+        if len(self.at_s) >= MIN_RATED and not LEAST_RPS <= rate_rps <= MOST_RPS:
+            unit = "seconds" if form.unit_s == 1.0 else "milliseconds"
+            yield f"{rate_rps:.4g} requests a second on average; numbers in {form.time} are {unit}"
 
     def _left_out(self) -> Iterator[str]:
         if self.num_empty:

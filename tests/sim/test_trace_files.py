@@ -317,6 +317,23 @@ def test_a_trace_of_nothing_else_says_what_was_left_out(tmp_path: Path) -> None:
         read_trace_file(path)
 
 
+@pytest.mark.parametrize(
+    ("gap", "said"),
+    [
+        (0.2, "5013 requests a second on average; numbers in timestamp are milliseconds"),
+        (200, ""),
+        (200_000, "0.005013 requests a second on average; numbers in timestamp are milliseconds"),
+    ],
+)
+def test_a_rate_that_no_server_has_is_told_with_the_unit(
+    tmp_path: Path, gap: float, said: str
+) -> None:
+    """Seconds in place of Mooncake's milliseconds, or the other way round."""
+    rows = ({"timestamp": gap * i, "input_length": 5, "output_length": 5} for i in range(1, 401))
+    path = written(tmp_path, "\n".join(map(json.dumps, rows)), "t.jsonl")
+    assert list(read_trace_file(path).warnings) == ([said] if said else [])
+
+
 def test_a_gap_of_hours_is_told_with_its_line(tmp_path: Path) -> None:
     text = "t_s,context_tokens,generated_tokens\n0,5,5\n10800,5,5\n"
     read = read_trace_file(written(tmp_path, text))
