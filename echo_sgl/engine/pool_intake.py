@@ -24,6 +24,9 @@ from echo_sgl.engine.requests.places import enter
 from echo_sgl.engine.requests.terms import terms_of
 from echo_sgl.engine.steps.step_control import StepControl
 
+# SGLang 0.5.23 ends with its scheduler when it is to compute a step of no tokens.
+NO_PROMPT = "The prompt holds no tokens; send at least one."
+
 
 class PoolIntake(Scheduler):
     """SGLang's scheduler whose offline requests wait in a pool, or sit out with their KV kept.
@@ -53,6 +56,8 @@ class PoolIntake(Scheduler):
             self._prefetch_kvcache(req)
             self._note_entry(req)
             self._enter(req)
+        elif not req.origin_input_ids:
+            self._reject(req, HTTPStatus.BAD_REQUEST, NO_PROMPT)
         elif not terms.is_offline or req.to_finish is not None:
             super()._add_request_to_queue(req, is_retracted)
             if self.waiting_queue and self.waiting_queue[-1] is req:

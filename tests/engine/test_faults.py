@@ -151,6 +151,17 @@ def test_requests_larger_than_memory_fail_at_once_and_are_not_retried(tight_serv
     assert post(tight_server, "/v1/completions", completion("small", 2, **FLEX)).status_code == 200
 
 
+@pytest.mark.parametrize("terms", [{}, FLEX])
+def test_an_empty_prompt_is_refused_and_ends_no_scheduler(tight_server, terms):
+    for prompts in ([""], ["word", ""], [[5], []]):
+        key = "text" if isinstance(prompts[0], str) else "input_ids"
+        params = {"max_new_tokens": 2, "custom_params": terms}
+        answer = post(tight_server, "/generate", {key: prompts, "sampling_params": params})
+        assert answer.status_code == 400
+        assert "no tokens" in answer.text
+    assert post(tight_server, "/v1/completions", completion("word", 2)).status_code == 200
+
+
 def test_a_server_that_stood_still_goes_on_where_it_was(tight_server):
     """To its clock, which goes on meanwhile, everything is late all at once."""
     learn(tight_server)
