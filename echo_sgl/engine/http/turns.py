@@ -19,7 +19,7 @@ import orjson
 from echo_sgl.batches.http.api_errors import route_path
 from echo_sgl.engine.http.envelope import refusal
 from echo_sgl.engine.requests.tasks import is_offline_input
-from echo_sgl.engine.requests.terms import TIER_KEY
+from echo_sgl.engine.requests.terms import TIER_KEY, custom_params_of
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 
 RESPONSES_PATH = "/v1/responses"
@@ -116,7 +116,8 @@ class OfflineTurns:
 
 def names_offline(path: str, body: bytes) -> bool:
     """Whether a body asks for the offline class: in OpenAI's requests a key of its own, which
-    schemas and metadata in it may have as well; in `/generate` one deep in its parameters.
+    schemas and metadata in it may have as well, or of its `custom_params`, where it has none; in
+    `/generate` one deep in its parameters.
     """
     if not _OFFLINE.search(body):
         return False
@@ -126,7 +127,12 @@ def names_offline(path: str, body: bytes) -> bool:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:
         return True  # What is no JSON, or Python's alone (NaN), is SGLang's to refuse.
-    return isinstance(content, dict) and content.get(TIER_KEY) == OFFLINE_SERVICE_TIER
+    if not isinstance(content, dict):
+        return False
+    tier = content.get(TIER_KEY)
+    if tier is None and path != RESPONSES_PATH:
+        tier = custom_params_of(content).get(TIER_KEY)
+    return bool(tier == OFFLINE_SERVICE_TIER)
 
 
 async def _body_messages(receive: Any) -> list[Any]:

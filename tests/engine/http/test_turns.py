@@ -141,6 +141,18 @@ def test_who_has_the_word_in_its_metadata_or_its_schema_is_online() -> None:
     assert names_offline("/v1/completions", orjson.dumps(FLEX)[:-1] + b', "top_p": NaN}')
 
 
+def test_the_class_may_stand_among_custom_parameters_where_the_body_names_none() -> None:
+    custom = {"custom_params": FLEX}
+    assert entered(custom, custom) == ["0"]
+    assert entered({**custom, "service_tier": None}, custom) == ["0"]
+    named = {**custom, "service_tier": "auto"}
+    assert entered(named, named) == ["0", "1"]
+    assert refused("/v1/responses", is_stopping=False, body=custom) is None
+    assert not names_offline(
+        "/v1/completions", b'{"custom_params": "\\"service_tier\\": \\"flex\\""}'
+    )
+
+
 def test_the_prompts_of_one_offline_request_let_others_in_between() -> None:
     """And its choices, which are asked for at once."""
     order: list[str] = []
