@@ -40,6 +40,8 @@ def test_a_batch_of_embeddings_is_answered_as_single_requests_are(
         client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
+    with pytest.raises(openai.BadRequestError, match="gives embeddings, and no text"):
+        client.completions.create(model="tiny", prompt="word")
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
     )

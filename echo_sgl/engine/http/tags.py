@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.managers.io_struct import GenerateReqInput
 from starlette.requests import Request
 
 from echo_sgl.batches.http.api_errors import route_path
@@ -23,6 +24,8 @@ from echo_sgl.engine.settings import active_config
 from echo_sgl.errors import ServiceTierError, TermsError
 from echo_sgl.types import task_of_service_tier
 
+# SGLang 0.5.23 refuses the opposite; this ends its scheduler.
+NO_TEXT = "This server's model gives embeddings, and no text; send this to /v1/embeddings."
 TAGGED_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
 
 
@@ -56,6 +59,8 @@ def tag_converted_request(
 def check_and_stamp(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     """Between tokenisation and scheduler: check tier and terms, whose errors SGLang answers
     with 400, note the time of arrival, and let the next offline request in."""
+    if isinstance(obj, GenerateReqInput) and not manager.is_generation:
+        raise ValueError(NO_TEXT)
     params = getattr(obj, "sampling_params", None)
     if isinstance(params, dict):
         # SGLang's --preferred-sampling-params hold where a request names none of its own.

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from echo_sgl.config import CONFIG_ENV, SloConfig
 from echo_sgl.engine import settings
@@ -87,6 +88,16 @@ def test_a_stamp_takes_the_servers_preferred_parameters_from_nobody(preferred, g
     check_and_stamp(manager, obj)
     assert obj.sampling_params["custom_params"].pop(ARRIVAL_KEY) > 0
     assert obj.sampling_params == {"top_k": 1, "custom_params": kept}
+
+
+def test_text_that_a_model_of_embeddings_is_to_write_is_refused():
+    request = GenerateReqInput(text="word", sampling_params={})
+    manager = SimpleNamespace(is_generation=False, preferred_sampling_params=None)
+    with pytest.raises(ValueError, match="gives embeddings"):
+        check_and_stamp(manager, request)
+    check_and_stamp(manager, EmbeddingReqInput(text="word", sampling_params={}))
+    manager.is_generation = True
+    check_and_stamp(manager, request)
 
 
 def test_the_servers_preferred_terms_are_checked_like_a_clients():
