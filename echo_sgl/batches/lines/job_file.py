@@ -165,6 +165,11 @@ def open_job_file(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+def no_lines(path: Path) -> JobFileError:
+    """What is wrong with a file of nothing, or of line ends."""
+    return JobFileError(f"job file {path} holds no lines; it needs one JSON object a line")
+
+
 def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
     """Read the whole file once and check every line; `limits` make the reading end earlier.
 
@@ -193,7 +198,7 @@ def check_job_file(path: Path, limits: JobLimits | None = None) -> JobFile:
     except OSError as error:
         raise JobFileError(f"job file {path} cannot be read: {error.strerror}") from error
     if not entries and not problems:
-        raise JobFileError(f"job file {path} holds no lines; it needs one JSON object a line")
+        raise no_lines(path)
     return JobFile(path, digest.hexdigest(), entries, problems)
 
 

@@ -283,15 +283,17 @@ def endpoint_of(jobs: Path) -> str:
     """The `url` of a job file's first line: all lines of a batch go to one endpoint.
 
     Errors: `JobError` when the file cannot be read or its first line is no request, `JobFileError`
-    when it is a pipe.
+    when it is a pipe or holds no lines.
     """
-    from echo_sgl.batches.lines.job_file import open_job_file
+    from echo_sgl.batches.lines.job_file import no_lines, open_job_file
     from echo_sgl.batches.lines.job_line import LineError, parse_line
 
     try:
         with open_job_file(jobs) as file:
             lines = (line.removeprefix(b"\xef\xbb\xbf") for line in file)
-            first = next((line for line in lines if line.strip()), b"")
+            first = next((line for line in lines if line.strip()), None)
+        if first is None:
+            raise no_lines(jobs)
         return parse_line(first.rstrip(b"\r\n")).url
     except OSError as error:
         raise JobError(f"job file {jobs} cannot be read: {error.strerror}") from error

@@ -59,6 +59,17 @@ def test_a_pipe_is_refused_as_a_job_file_for_it_can_be_read_only_once(
     assert uploads(stub) == before
 
 
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("command", ["submit", "run"])
+def test_a_file_without_lines_is_named_as_one(
+    stub: str, jobs: Path, command: str, content: bytes
+) -> None:
+    jobs.write_bytes(content)
+    output = () if command == "submit" else ("-o", jobs.with_name("out.jsonl"))
+    said = refusal("batch", command, jobs, *output, "--url", stub)
+    assert f"job file {jobs} holds no lines; it needs one JSON object a line" in said
+
+
 def grow(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"more")
