@@ -162,6 +162,19 @@ def test_an_empty_prompt_is_refused_and_ends_no_scheduler(tight_server, terms):
     assert post(tight_server, "/v1/completions", completion("word", 2)).status_code == 200
 
 
+@pytest.mark.parametrize("terms", [{}, FLEX])
+def test_a_token_that_the_model_does_not_have_is_refused_and_ends_no_scheduler(tight_server, terms):
+    for token in (-1, 999_999):
+        for path in ("/v1/completions", "/generate"):
+            body = {"model": "tiny", "prompt": [5, token], **terms}
+            if path == "/generate":
+                body = {"input_ids": [5, token], "sampling_params": {"custom_params": terms}}
+            answer = post(tight_server, path, body)
+            assert answer.status_code == 400
+            assert f"holds token {token}" in answer.text
+    assert post(tight_server, "/v1/completions", completion("word", 2)).status_code == 200
+
+
 def test_a_server_that_stood_still_goes_on_where_it_was(tight_server):
     """To its clock, which goes on meanwhile, everything is late all at once."""
     learn(tight_server)

@@ -61,6 +61,7 @@ def check_and_stamp(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     with 400, note the time of arrival, and let the next offline request in."""
     if isinstance(obj, GenerateReqInput) and not manager.is_generation:
         raise ValueError(NO_TEXT)
+    _check_ids(manager, obj)
     params = getattr(obj, "sampling_params", None)
     if isinstance(params, dict):
         # SGLang's --preferred-sampling-params hold where a request names none of its own.
@@ -71,3 +72,19 @@ def check_and_stamp(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     if isinstance(params, dict):
         obj.sampling_params = stamped(params)
     pass_turn_on()
+
+
+def _check_ids(manager: Any, obj: Any) -> None:
+    """Tokens that the model has none of: on a CPU one ends SGLang 0.5.23's scheduler.
+
+    Images and adapters may bring some of their own. Errors: `ValueError` names the token.
+    """
+    ids = getattr(obj, "input_ids", None)
+    if not ids or manager.enable_lora or obj.contains_mm_input():
+        return
+    num_tokens = manager.model_config.vocab_size
+    for wrong in (min(ids), max(ids)):
+        if not 0 <= wrong < num_tokens:
+            raise ValueError(
+                f"The prompt holds token {wrong}; those of this model are 0 to {num_tokens - 1}."
+            )

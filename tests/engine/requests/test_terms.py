@@ -100,6 +100,24 @@ def test_text_that_a_model_of_embeddings_is_to_write_is_refused():
     check_and_stamp(manager, request)
 
 
+@pytest.mark.parametrize("token", [-1, 500, 999_999])
+def test_a_token_that_the_model_does_not_have_is_refused(token):
+    manager = SimpleNamespace(
+        is_generation=True,
+        enable_lora=False,
+        preferred_sampling_params=None,
+        model_config=SimpleNamespace(vocab_size=500),
+    )
+    check_and_stamp(manager, GenerateReqInput(input_ids=[0, 499], sampling_params={}))
+    for kind in (GenerateReqInput, EmbeddingReqInput):
+        with pytest.raises(ValueError, match=rf"holds token {token}; .* are 0 to 499"):
+            check_and_stamp(manager, kind(input_ids=[7, token, 7], sampling_params={}))
+    image = GenerateReqInput(input_ids=[token], image_data=["an image"], sampling_params={})
+    check_and_stamp(manager, image)
+    manager.enable_lora = True
+    check_and_stamp(manager, GenerateReqInput(input_ids=[token], sampling_params={}))
+
+
 def test_the_servers_preferred_terms_are_checked_like_a_clients():
     manager = SimpleNamespace(preferred_sampling_params={"custom_params": {"ttft_s": "soon"}})
     with pytest.raises(TermsError, match="ttft_s is 'soon'"):
