@@ -14,7 +14,7 @@ from typing import Any
 
 from echo_sgl.batches.lines.job_line import EMBEDDINGS_URL, URLS, answer_limits
 from echo_sgl.sim.text_files import open_text_file
-from echo_sgl.sim.trace_files import MAX_TOKENS, TraceFileError
+from echo_sgl.sim.trace_columns import MAX_TOKENS, TraceFileError
 from echo_sgl.sim.workload import BLOCK_TOKENS, Trace
 from echo_sgl.types import Task
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echo_sgl.sim.trace_files import MAX_BLOCK_ID, TraceFileError, read_trace_file
+from echo_sgl.sim.trace_columns import MAX_BLOCK_ID, TraceFileError
+from echo_sgl.sim.trace_files import read_trace_file
 from eval.workloads import WorkloadError
 from eval.workloads.patterns import poisson_arrivals
 

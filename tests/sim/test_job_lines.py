@@ -9,7 +9,7 @@ import pytest
 
 from echo_sgl.cli.planning.plan import _offline_work
 from echo_sgl.sim.job_lines import hashed_blocks, read_job_lines
-from echo_sgl.sim.trace_files import TraceFileError
+from echo_sgl.sim.trace_columns import TraceFileError
 from echo_sgl.sim.workload import BLOCK_TOKENS, Oracle, Trace, empty_trace
 from echo_sgl.types import Task
 

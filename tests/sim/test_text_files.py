@@ -13,7 +13,8 @@ import pytest
 from echo_sgl.cli.tuning.replay_load import read_job
 from echo_sgl.sim.job_lines import read_job_lines
 from echo_sgl.sim.text_files import open_text_file
-from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
+from echo_sgl.sim.trace_columns import TraceFileError
+from echo_sgl.sim.trace_files import read_trace_file
 from eval.workloads import WorkloadError, read_lines
 
 TRACE = b"t_s,context_tokens,generated_tokens\n0,5,5\n"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from echo_sgl.sim.server import simulate
-from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
+from echo_sgl.sim.trace_columns import TraceFileError
+from echo_sgl.sim.trace_files import read_trace_file
 from echo_sgl.types import Task
 from tests.sim.workloads import server
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from echo_sgl.sim.trace_files import TraceFileError, read_trace_file
+from echo_sgl.sim.trace_columns import TraceFileError
+from echo_sgl.sim.trace_files import read_trace_file
 
 MOONCAKE = """{"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
 {"timestamp": 3000, "input_length": 600, "output_length": 4, "hash_ids": [0, 2]}

@@ -14,7 +14,7 @@ from echo_sgl.batches.lines.job_line import LineError, is_blank, parse_line
 from echo_sgl.errors import EchoError
 from echo_sgl.sim.server_config import PROMPT_MARGIN_TOKENS
 from echo_sgl.sim.text_files import open_text_file
-from echo_sgl.sim.trace_files import TraceFileError
+from echo_sgl.sim.trace_columns import TraceFileError
 from echo_sgl.sim.workload import Trace
 from echo_sgl.types import OFFLINE_SERVICE_TIER
 

@@ -22,7 +22,7 @@ from echo_sgl.cli.tuning.replay_load import ReplayError, ReplayLoad, read_job
 from echo_sgl.config import EchoConfig, load_config, parse_config, resolve_config_path
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.budget import BudgetSearch, Measurement, Trial, parse_slo
-from echo_sgl.sim.trace_files import TraceFileError
+from echo_sgl.sim.trace_columns import TraceFileError
 from echo_sgl.sim.workload import Trace
 from echo_sgl.types import Task
 from eval.ablation.budget import find_arm_budget
