@@ -7,6 +7,7 @@ import math
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import EchoConfig, SloConfig, StepsConfig
 from echo_sgl.policies.decodes.batch_size import create_batch_size
+from echo_sgl.policies.decodes.decode_selection import Decode
 from echo_sgl.policies.decodes.decode_selections import create_decode_selection
 from echo_sgl.policies.limits.step_limit import Ending
 from echo_sgl.policies.limits.step_limits import create_step_limit
@@ -40,11 +41,30 @@ class Clockwork:
         return 0.001 * step.prefill_tokens + 0.010 * step.num_decodes
 
 
+class Attention(Clockwork):
+    """The time of a decode grows with its context."""
+
+    def predict_s(self, step):
+        return super().predict_s(step) + 1e-4 * (step.decode_tokens + step.max_decode_tokens)
+
+
 class Unknown(Clockwork):
     is_ready = False
 
     def predict_s(self, step):
         return math.inf
+
+
+def decode(number, *, context=100, is_running=True):
+    return Decode(
+        rid=str(number),
+        context_tokens=context,
+        uncached_tokens=context,
+        waiting_since_s=None if is_running else NOW_S,
+        laxity_s=math.inf,
+        is_running=is_running,
+        sequence=number,
+    )
 
 
 def planner(

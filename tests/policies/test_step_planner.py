@@ -11,28 +11,15 @@ from hypothesis import strategies as st
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import parse_config
 from echo_sgl.policies.decodes.contexts import NOBODY, Contexts
-from echo_sgl.policies.decodes.decode_selection import Decode
 from echo_sgl.policies.decodes.replacement import OnlineDecode
 from echo_sgl.policies.planners import create_step_planner
 from echo_sgl.policies.prefills.first_tokens import Joining
-from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
+from tests.policies.plans import NOW_S, Attention, Clockwork, Unknown, begin, decode, planner
 
 
 def chunk(plan, max_tokens=1000, page_size=1):
     return plan.offline_chunk_tokens(
         BatchShape(), cached_tokens=0, max_tokens=max_tokens, page_size=page_size
-    )
-
-
-def decode(number, *, context=100, is_running=True):
-    return Decode(
-        rid=str(number),
-        context_tokens=context,
-        uncached_tokens=context,
-        waiting_since_s=None if is_running else NOW_S,
-        laxity_s=math.inf,
-        is_running=is_running,
-        sequence=number,
     )
 
 
@@ -232,13 +219,6 @@ def test_who_is_refused_for_time_has_a_smallest_chunk_beyond_its_room(due_in_s, 
     refused = chunk(plan, max_tokens=tokens) == 0
     too_long = plan.smallest_chunk_s(BatchShape(), max_tokens=tokens) > plan.room_s(BatchShape())
     assert refused == too_long
-
-
-class Attention(Clockwork):
-    """The time of a decode grows with its context."""
-
-    def predict_s(self, step):
-        return super().predict_s(step) + 1e-4 * (step.decode_tokens + step.max_decode_tokens)
 
 
 @example("in-order", 0, 0.0, [502], [(446, 0.0), (1, 0.0)], 1)

@@ -16,6 +16,11 @@ def test_joined_contexts_are_those_of_all(one: list[int], two: list[int], three:
     assert joined == Contexts.of([*one, *two, *three])
 
 
+@given(tokens, st.integers(0, 5000))
+def test_what_each_has_made_since_counts_for_all_of_them(some: list[int], more: int) -> None:
+    assert Contexts.of(some).longer(more) == Contexts.of([one + more for one in some])
+
+
 @given(tokens.filter(bool), st.integers(1, 5000), st.data())
 def test_one_more_or_less_is_as_if_all_were_looked_at(
     some: list[int], more: int, data: st.DataObject

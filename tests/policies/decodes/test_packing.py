@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import Step
+from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.policies.decodes.packing import leaves_for_urgent
 from echo_sgl.policies.decodes.replacement import SPARE_STEPS, OnlineDecode
 
@@ -22,6 +23,13 @@ class ByTokens:
         return 0.001 * step.decode_tokens
 
 
+class ByLongest:
+    """1 ms per token of the longest context."""
+
+    def predict_s(self, step: Step) -> float:
+        return 0.001 * step.max_decode_tokens
+
+
 def online(*rows: tuple[str, float, int]) -> list[OnlineDecode]:
     """Id, seconds until due, context."""
     return [OnlineDecode(rid, NOW_S + in_s, tokens) for rid, in_s, tokens in rows]
@@ -33,10 +41,12 @@ def leaving(
     due_in_s: float = math.inf,
     most: int = MANY,
     beside: Sequence[int] = (),
+    predictor: StepPredictor | None = None,
 ) -> frozenset[str]:
     due_s = min([NOW_S + due_in_s, *(one.due_s for one in ons)])
+    predictor = predictor or ByTokens()
     return leaves_for_urgent(
-        ons, ByTokens(), now_s=NOW_S, due_s=due_s, max_decodes=most, beside=beside
+        ons, predictor, now_s=NOW_S, due_s=due_s, max_decodes=most, beside=beside
     )
 
 
@@ -56,9 +66,32 @@ def test_a_first_token_that_is_due_counts_as_well():
 
 
 def test_nobody_leaves_who_would_be_late_for_it():
+    """It needs two steps, which end when the first one is due: in 90 ms each."""
+    for due_in_s, gone in ((0.17, frozenset()), (0.19, {"b"})):
+        assert leaving(online(("a", 0.09, 40), ("b", due_in_s, 60))) == gone
     ons = online(("a", 0.09, 40), ("b", 0.17, 50), ("c", 9.0, 50))
     assert leaving(ons) == {"c"}
     assert leaving(ons[:2]) == frozenset()
+
+
+def test_where_only_their_number_is_too_high_two_short_steps_are_soon_over():
+    """Two of 10 ms: who is due a little later than the first, in a second, can sit out."""
+    ons = online(("a", 1.0, 5), ("b", 1.001, 5))
+    assert leaving(ons, most=1) == {"b"}
+    soon = online(("a", 0.015, 5), ("b", 0.019, 5))
+    assert leaving(soon, most=1) == frozenset()
+
+
+def test_beside_others_that_decode_in_any_case_all_may_sit_out():
+    ons = online(("a", 1.0, 5))
+    assert leaving(ons, most=1) == frozenset()
+    assert leaving(ons, most=1, beside=[5]) == {"a"}
+
+
+def test_the_longest_context_counts_where_a_step_waits_for_it():
+    ons = online(("a", 0.1, 40), ("b", 9.0, 150))
+    assert leaving(ons, predictor=ByLongest()) == {"b"}
+    assert leaving(ons[:1], predictor=ByLongest(), beside=[150]) == frozenset()
 
 
 def test_where_the_first_is_late_in_any_case_all_go_on():

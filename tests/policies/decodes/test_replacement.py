@@ -28,6 +28,13 @@ class ByTokens(Clockwork):
         return 0.001 * step.decode_tokens
 
 
+class ByLongest(Clockwork):
+    """1 ms for each token of the longest context."""
+
+    def predict_s(self, step: BatchRow | BatchShape) -> float:
+        return 0.001 * step.max_decode_tokens
+
+
 def online(*rows: tuple[str, float, int]) -> list[OnlineDecode]:
     """Id, seconds until it is due, context."""
     return [OnlineDecode(rid, NOW_S + in_s, tokens) for rid, in_s, tokens in rows]
@@ -48,9 +55,11 @@ def replaced(
     limit_s: float = 0.1,
     most: int = MANY,
     joined: Sequence[int] = (),
+    predictor: Clockwork | None = None,
 ) -> Replacement:
+    predictor = predictor or ByTokens()
     return replace_decodes(
-        ons, left, ByTokens(), limit_s, now_s=NOW_S, max_decodes=most, joined=joined
+        ons, left, predictor, limit_s, now_s=NOW_S, max_decodes=most, joined=joined
     )
 
 
@@ -111,6 +120,12 @@ def test_those_that_decode_in_any_case_take_their_time() -> None:
     ons, left = online(("a", 0.1, 40), ("b", 9.0, 40)), offline(("E", 30))
     assert replaced(ons, left, joined=[30]) == pair("b", "E")
     assert replaced(ons, left, joined=[31]) == NOBODY
+
+
+def test_the_longest_context_counts_where_a_step_waits_for_it() -> None:
+    ons = online(("a", 0.1, 50), ("b", 9.0, 150))
+    assert replaced(ons, offline(("E", 100)), predictor=ByLongest()) == pair("b", "E")
+    assert replaced(ons, offline(("E", 101)), predictor=ByLongest()) == NOBODY
 
 
 def test_a_step_that_nobody_can_predict_replaces_nobody() -> None:

@@ -50,7 +50,7 @@ def test_while_many_come_each_has_to_wait_for_others_too():
 
 
 def test_it_is_for_long_prompts_and_for_few_longer_ones():
-    lengths = [100] * 50 + [300] * 12 + [700] * 2
+    lengths = [300] * 12 + [700] * 2 + [100] * 50
     wait = after(arrival_wait(), *((0.0, tokens) for tokens in lengths))
     assert longest_s(wait, 1000.0) == pytest.approx(0.7)
     after(wait, *((1000.0, 100) for _ in range(NUM_PROMPTS)))
@@ -62,10 +62,11 @@ def test_a_prompt_of_several_chunks_takes_as_many_steps():
     assert longest_s(wait, 1000.0) == pytest.approx(10.0 - 3 * CHUNK_TOKENS / 1000)
 
 
+@pytest.mark.parametrize("ttft_s", [0.2, 1.0, 4.0])
 @pytest.mark.parametrize("predictor", [None, Clockwork()])
-def test_until_an_online_prompt_was_seen_half_of_the_ttft_is_for_its_prefill(predictor):
-    wait = arrival_wait(share=0.5)
-    assert wait.longest_s(0.0, 0.0, predictor) == 0.5 * UNSEEN_SHARE * TTFT_S
+def test_until_an_online_prompt_was_seen_half_of_the_ttft_is_for_its_prefill(predictor, ttft_s):
+    wait = arrival_wait(ttft_s=ttft_s, share=0.5)
+    assert wait.longest_s(0.0, 0.0, predictor) == 0.5 * UNSEEN_SHARE * ttft_s
 
 
 def test_requests_that_were_no_traffic_are_forgotten():
@@ -75,8 +76,10 @@ def test_requests_that_were_no_traffic_are_forgotten():
     assert longest_s(after(wait, (0.0, 100)), 1000.0) == pytest.approx(0.9)
 
 
-def test_prompts_that_take_all_of_it_leave_offline_work_a_little():
-    assert longest_s(after(arrival_wait(), (0.0, 5000)), 0.0) == LEAST_SHARE * TTFT_S
+@pytest.mark.parametrize("ttft_s", [0.2, 1.0, 4.0])
+def test_prompts_that_take_all_of_it_leave_offline_work_a_little(ttft_s):
+    wait = after(arrival_wait(ttft_s=ttft_s), (0.0, 5000))
+    assert longest_s(wait, 0.0) == LEAST_SHARE * ttft_s
 
 
 def test_without_a_promise_it_is_what_the_config_names():

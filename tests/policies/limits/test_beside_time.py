@@ -34,6 +34,14 @@ def test_predictions_that_are_too_long_are_put_right_as_well():
     assert learned(*[-0.002] * FEWEST) == pytest.approx(-0.002)
 
 
+def test_that_they_are_too_long_does_not_fade():
+    """It keeps offline work out, and online work is soon alone again."""
+    beside = BesideTime()
+    for is_alone in [True] * 10 + [False] * 5000:
+        beside.observe(DECODE, -0.002, is_alone=is_alone)
+    assert beside.typical_s(DECODE) == -0.002
+
+
 @pytest.mark.parametrize("place", range(FEWEST))
 def test_a_hiccup_counts_as_any_other_step_that_was_long(place):
     steps = [0.001, 0.002, 0.003, 0.004, 0.005]
@@ -53,7 +61,7 @@ def test_with_overlap_a_step_pays_for_the_one_before_it():
     """The first step behind an offline one is not learned from."""
     beside = BesideTime()
     for _ in range(100):
-        beside.observe(DECODE, 0.0, is_alone=False)
+        beside.observe(DECODE, 0.4, is_alone=False)
         beside.observe(DECODE, 0.5, is_alone=True)
         beside.observe(DECODE, 0.001, is_alone=True)
     assert beside.typical_s(DECODE) == pytest.approx(0.001)

@@ -39,9 +39,34 @@ def test_a_window_below_the_target_cuts_by_a_fifth_and_any_other_raises(budget_s
 @given(st.lists(st.booleans(), max_size=WINDOW_REQUESTS - 1))
 def test_nothing_moves_within_a_window(observed):
     control = controller()
-    for met in observed:
-        control.observe(met)
-        assert control.budget_s == 0.05
+    for _ in range(2):
+        before_s = control.budget_s
+        for met in observed:
+            control.observe(met)
+            assert control.budget_s == before_s
+        for _ in range(WINDOW_REQUESTS - len(observed)):
+            control.observe(True)
+        assert control.budget_s != before_s
+
+
+@pytest.mark.parametrize(("num_met", "end_s"), [(0, 0.01), (WINDOW_REQUESTS, 1.0)])
+def test_however_many_windows_say_so_it_ends_at_its_bounds(num_met, end_s):
+    control = controller()
+    assert [feed(control, num_met) for _ in range(70)][-1] == end_s
+
+
+def test_begun_again_it_is_as_if_no_request_had_ended():
+    control = controller()
+    feed(control, 0)
+    for _ in range(WINDOW_REQUESTS - 1):
+        control.observe(False)
+    control.restart()
+    assert control.budget_s == 0.05
+    for _ in range(WINDOW_REQUESTS - 1):
+        control.observe(True)
+    assert control.budget_s == 0.05
+    control.observe(True)
+    assert math.isclose(control.budget_s, 0.05 * 1.05)
 
 
 def test_a_window_does_not_remember_the_one_before():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from echo_sgl.batch_shape import StepKind
 from echo_sgl.config import SloConfig, StepsConfig, parse_config
 from echo_sgl.policies.limits.slack_limit import SlackLimit, SlackUse
-from echo_sgl.policies.limits.step_limit import OnlinePart, OnlineView, Promise
+from echo_sgl.policies.limits.step_limit import OnlinePart, OnlineView
 from echo_sgl.policies.limits.step_limits import MAX_CREDIT_STALLS, RelativeLimit, create_step_limit
 
 # All of the slack of online decodes is used.
@@ -28,38 +28,6 @@ def view(**given_values: object) -> OnlineView:
         "is_present": True,
     }
     return OnlineView(**{**values, **given_values})
-
-
-def test_the_first_token_is_due_after_the_ttft():
-    assert Promise(ttft_s=1.0, tpot_s=0.1).due_s(0, arrival_s=5.0, first_token_s=None) == 6.0
-
-
-def test_later_tokens_are_due_a_tpot_apart():
-    promise = Promise(ttft_s=1.0, tpot_s=0.1)
-    assert promise.due_s(3, arrival_s=5.0, first_token_s=None) == pytest.approx(6.3)
-
-
-def test_an_early_first_token_is_not_time_to_give_away():
-    promise = Promise(ttft_s=1.0, tpot_s=0.1)
-    assert promise.due_s(3, arrival_s=5.0, first_token_s=5.2) == pytest.approx(5.5)
-
-
-def test_a_late_first_token_does_not_move_what_was_promised():
-    promise = Promise(ttft_s=1.0, tpot_s=0.1)
-    assert promise.due_s(3, arrival_s=5.0, first_token_s=9.0) == pytest.approx(6.3)
-
-
-def test_without_promises_nothing_is_ever_due():
-    for num_tokens in (0, 1, 1000):
-        assert math.isinf(Promise().due_s(num_tokens, arrival_s=5.0, first_token_s=6.0))
-
-
-@given(ttft_s=seconds, tpot_s=seconds, tokens=st.integers(1, 1000), early=st.floats(0, 1))
-def test_a_request_whose_tokens_all_come_in_time_keeps_its_tpot(ttft_s, tpot_s, tokens, early):
-    """The mean of the gaps, which is what users measure, is then at most what was promised."""
-    promise, first_s = Promise(ttft_s, tpot_s), early * ttft_s
-    last_s = promise.due_s(tokens, arrival_s=0.0, first_token_s=first_s)
-    assert (last_s - first_s) / tokens <= tpot_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
@@ -248,6 +216,14 @@ def test_decodes_hold_no_offline_work_while_a_first_token_would_be_late() -> Non
     assert decode_limit_s(limit, late) == pytest.approx(0.08)
     # A prefill step is held against the due times as before.
     assert limit.limit_s(late) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("alone_s", [0.08, 0.1, 0.7])
+def test_however_long_online_decodes_take_a_fifth_of_the_time_is_for_prefills(alone_s) -> None:
+    limit = create_step_limit(StepsConfig(limit="slack"), SloConfig(ttft_s=2.0, tpot_s=0.1))
+    at_hand = view(prefill_s=0.2, alone_s=alone_s)
+    assert limit.is_pressed(at_hand, 100.0 + 1.99), "a second of prefills, and one of margin"
+    assert not limit.is_pressed(at_hand, 100.0 + 2.01)
 
 
 def test_without_a_margin_offline_work_uses_all_of_the_slack() -> None:
