@@ -48,7 +48,8 @@ class BudgetLimit(StepLimit):
         return math.inf  # it is the budget that binds
 
     def chunk_limit_s(self, view: OnlineView) -> float:
-        return self.controller.budget_s if math.isfinite(view.decode_due_s) else math.inf
+        # Whatever online decodes were promised: without any, `alone_s` is 0.
+        return self.controller.budget_s if view.alone_s > 0.0 else math.inf
 
     def note_request(self, is_met: bool) -> None:
         if self._adapts:

@@ -101,6 +101,26 @@ def part(predicted_s, kind=StepKind.DECODE, *, is_alone=False):
 MADE_TO_WAIT = OnlinePart(0.0, None, False)
 
 
+@pytest.mark.parametrize("name", ["relative", "slack"])
+def test_while_nobody_is_online_a_step_may_take_the_longest_stall(name):
+    """However much was saved up or is owed: who arrives waits for no longer."""
+    limit = create_step_limit(StepsConfig(limit=name, max_stall_s=0.2), SloConfig())
+    assert limit.limit_s(view(is_present=False)) == 0.2
+    limit.note_step(part(0.1), elapsed_s=5.0)
+    assert limit.limit_s(view(is_present=False)) == 0.2
+
+
+def test_the_first_step_of_online_work_after_offline_work_alone_teaches_nothing():
+    """With overlap it pays for the step before it, which held nothing online."""
+    limit = RelativeLimit(stall_s=1.0, max_inflation=1.5)
+    for _ in range(20):
+        limit.note_step(None, elapsed_s=0.5)
+        limit.note_step(part(0.1, is_alone=True), elapsed_s=0.6)
+    limit.note_step(None, elapsed_s=0.5)
+    limit.note_step(part(0.1, is_alone=True), elapsed_s=0.1)
+    assert limit.limit_s(view(alone_s=0.1)) == pytest.approx(0.15 + 0.05)
+
+
 def test_steps_below_the_inflation_save_up_for_a_chunk():
     limit = RelativeLimit(stall_s=1.0, max_inflation=1.5)
     for _ in range(4):
@@ -169,6 +189,29 @@ def test_the_budget_holds_while_somebody_is_online():
     )
     assert limit.limit_s(view()) == 0.3
     assert limit.limit_s(view(is_present=False)) == 0.1
+
+
+@pytest.mark.parametrize("due_in_s", [1.0, -1.0, math.inf])
+def test_online_chunks_are_held_to_the_budget_beside_decodes_that_are_promised_anything_or_not(
+    due_in_s,
+):
+    limit = create_step_limit(StepsConfig(limit="budget", budget_s=0.3), SloConfig())
+    assert limit.chunk_limit_s(view(decode_due_s=100 + due_in_s, alone_s=0.02)) == 0.3
+    assert limit.chunk_limit_s(view()) == math.inf, "without decodes nobody waits for it"
+
+
+def test_a_budget_that_was_set_stays_and_one_from_the_config_begins_anew():
+    limit = create_step_limit(StepsConfig(limit="budget", budget_s=0.3), SloConfig())
+    for _ in range(20):
+        limit.note_request(False)
+    limit.forget_requests()
+    assert limit.limit_s(view()) == 0.3
+    limit.set_budget(0.1)
+    for _ in range(20):
+        limit.note_request(False)
+    assert limit.limit_s(view()) == 0.1
+    limit.forget_requests()
+    assert limit.limit_s(view()) == 0.1
 
 
 def test_missed_promises_shrink_the_budget_and_kept_ones_raise_it():
