@@ -75,8 +75,8 @@ def test_an_online_chunk_is_what_sglang_makes_it(due_in_s):
     assert online_chunk(plan) == 1000
 
 
-def cutting_planner():
-    return planner(online_chunks="slack")
+def cutting_planner(estimator=None):
+    return planner(estimator, online_chunks="slack")
 
 
 def test_a_limit_that_cuts_makes_an_online_chunk_as_long_as_online_decodes_allow():
@@ -87,6 +87,9 @@ def test_a_limit_that_cuts_makes_an_online_chunk_as_long_as_online_decodes_allow
 def test_an_online_chunk_that_is_cut_always_makes_progress():
     plan = begin(cutting_planner(), decodes=2, due_in_s=-1.0, first_due_in_s=5.0, waiting=1)
     assert online_chunk(plan, page_size=16) == 64
+    assert online_chunk(plan, page_size=16, max_tokens=50) == 50, "all there is"
+    plan = begin(cutting_planner(Unknown()), decodes=2, due_in_s=-1.0, waiting=1)
+    assert online_chunk(plan) == 1000, "while nothing is known it is not cut"
 
 
 def test_a_first_token_that_is_more_urgent_is_not_cut_into_chunks():

@@ -42,7 +42,7 @@ def test_a_chunk_that_attends_to_a_long_prefix_waits_for_more_room():
 
 @pytest.mark.parametrize(
     ("online_chunks", "due_in_s", "defers"),
-    [("whole", 0.019, True), ("whole", 0.021, False), ("slack", 0.02, True), ("slack", 0.1, False)],
+    [("whole", 0.019, True), ("whole", 0.021, False), ("slack", 0.08, True), ("slack", 0.1, False)],
 )
 def test_online_prefill_and_online_decodes_take_turns_when_decodes_are_due(
     online_chunks, due_in_s, defers
@@ -141,8 +141,9 @@ def queued(waiting=20, first_due_in_s=50.0, slo=None, prompt_tokens=20, **steps)
     return plan
 
 
-def test_online_requests_of_a_long_queue_start_in_lots():
-    plan = queued()
+@pytest.mark.parametrize("waiting", [20, 200])
+def test_online_requests_of_a_long_queue_start_in_lots(waiting):
+    plan = queued(waiting)
     assert plan.decodes_first(**PREFILL_WAITS) and plan.online_gathers
     for _ in range(3):  # 4 of 16 places: what a fifth would save is less than it costs
         plan.online_lots.note_end()

@@ -71,8 +71,9 @@ def test_a_token_of_a_chunk_that_is_worth_it_takes_little_more_than_in_the_best(
 
 def test_nobody_waits_for_a_chunk_that_a_stall_forbids():
     """Of the chunks that may run, the longest pays a step best, however much that is."""
-    device = Device(0.2)
-    tokens = wait_for().tokens(device, 0.4, 0)
+    device, wait = Device(0.2), wait_for()
+    assert prefill_s(device, wait.tokens(device, STALL_S, 0)) > 0.4
+    tokens = wait.tokens(device, 0.4, 0)
     assert prefill_s(device, tokens) <= 0.4 < prefill_s(device, math.ceil(tokens * GROWTH))
 
 
@@ -111,7 +112,8 @@ def test_an_online_prefill_that_takes_the_room_does_not_end_a_wait_but_many_do()
         wait.interrupt()
         num_interruptions += 1
     assert 1 < num_interruptions <= MOST_STEPS // STEPS_PER_INTERRUPTION
-    wait.interrupt()
+    for _ in range(MOST_STEPS):
+        wait.interrupt()
     assert waits(wait, 0.3, device), "nobody waited: there was nothing to interrupt"
 
 

@@ -81,12 +81,15 @@ def test_whoever_waits_saves_a_first_token_and_loses_none(
         assert NOW_S + apart_s + between_s + own_s <= joining.due_s or not in_time_together
 
 
-def asked(estimator=None, *, places=0, slo=None, **steps) -> bool:
+def asked(
+    estimator=None, *, places=0, slo=None, due_in_s=50.0, first_due_in_s=0.05, **steps
+) -> bool:
     """What a planner says of two that wait beside `places` online decodes, with 80 ms for both."""
     plan = planner(estimator, slo=slo, **steps)
-    begin(plan, decodes=places, due_in_s=50.0, first_due_in_s=0.05, waiting=2)
+    begin(plan, decodes=places, due_in_s=due_in_s, first_due_in_s=first_due_in_s, waiting=2)
     joining = Joining(SECOND_TOKENS, 0, NOW_S + 5.0)
-    return plan.online_starts_later(step(FIRST_TOKENS), joining, first_due_s=NOW_S + 0.05)
+    first_due_s = NOW_S + first_due_in_s
+    return plan.online_starts_later(step(FIRST_TOKENS), joining, first_due_s=first_due_s)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,13 @@ def asked(estimator=None, *, places=0, slo=None, **steps) -> bool:
 )
 def test_it_is_a_matter_of_slack_and_of_places(steps, is_later):
     assert asked(**{"place_trend_s": 0.0, **steps}) is is_later
+
+
+@pytest.mark.parametrize("split_online", [True, False])
+@pytest.mark.parametrize("pack", [True, False])
+def test_for_a_decode_that_is_due_they_start_apart_only_where_they_are_packed(pack, split_online):
+    due = {"places": 2, "due_in_s": 0.05, "first_due_in_s": 0.5}
+    assert asked(pack=pack, split_online=split_online, **due) is pack
 
 
 def test_where_nobody_is_promised_a_first_token_all_start_together():

@@ -132,6 +132,9 @@ def test_room_that_others_take_is_no_room():
     gathering = steady()
     gathering.note_end()
     assert gathering.waits(64, MANY) and gathering.facts == {"num_places": 1, "empty_steps": 0}
+    gathering.note_end()
+    gathering.note_start()
+    assert gathering.num_places == 1, "of two"
     gathering.note_start()
     gathering.note_start()
     assert not gathering.waits(64, MANY) and gathering.num_places == 0
@@ -232,3 +235,5 @@ def test_what_could_start_is_as_long_as_requests_were_lately():
     assert gathering.free_tokens(3) == 0.0, "there is no place"
     gathering.note_end()
     assert gathering.free_tokens(3) == pytest.approx(50)
+    gathering.note_end()
+    assert gathering.free_tokens(1) == pytest.approx(50), "only one waits"

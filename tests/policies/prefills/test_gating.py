@@ -75,9 +75,10 @@ def test_the_context_of_who_starts_is_what_it_finds_in_the_cache_too() -> None:
             return 0.0 if step.num_prefills else 1e-5 * step.decode_tokens
 
     gating = Gating()
-    gating.note_started(prefills((10, 990)))
+    for _ in range(9):
+        gating.note_started(prefills((5, 495), (15, 1485)))
+        gating.note_lost()
     gating.note_answer(5)
-    gating.note_lost()
     assert gating.num_open(ByContext(), decode_row(2, 1998), 1) == 0
     assert gating.num_open(ByContext(), decode_row(2, 2002), 1) == 1
 

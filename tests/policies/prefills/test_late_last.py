@@ -37,7 +37,7 @@ def test_who_has_tokens_can_catch_up_and_who_was_promised_nothing_is_never_late(
 def test_the_first_due_time_is_that_of_those_that_can_be_in_time():
     late_last = LateLast(5.0)
     assert late_last.first_due_s([waits(9.0), waits(12.0), waits(11.0)], 10.0) == 11.0
-    assert late_last.first_due_s([waits(9.0), waits(8.0)], 10.0) == 8.0
+    assert late_last.first_due_s([waits(8.0), waits(9.0)], 10.0) == 8.0
     assert late_last.first_due_s([], 10.0) == math.inf
 
 

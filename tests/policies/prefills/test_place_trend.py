@@ -30,6 +30,12 @@ def test_a_burst_counts_twice_at_first_and_less_the_longer_it_lasts():
     assert ahead == pytest.approx([0.8, 0.5 + 0.3 / 2.718281828, 0.5], abs=1e-4)
 
 
+def test_a_burst_counts_as_long_however_many_steps_look_at_it():
+    trend = settled(0.2)
+    ahead = [trend.ahead(1000.0 + 0.01 * step, 0.5) for step in range(1001)]
+    assert ahead[-1] == pytest.approx(0.5 + 0.3 / 2.718281828)
+
+
 def test_where_fewer_are_taken_than_were_that_is_what_counts():
     trend = settled(0.8)
     assert trend.ahead(1000.0, 0.3) == trend.ahead(1004.0, 0.3) == 0.3
