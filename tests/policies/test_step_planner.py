@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.config import parse_config
+from echo_sgl.config import SloConfig, parse_config
 from echo_sgl.policies.decodes.contexts import NOBODY, Contexts
 from echo_sgl.policies.decodes.replacement import OnlineDecode
 from echo_sgl.policies.planners import create_step_planner
@@ -53,8 +53,46 @@ def test_without_online_requests_a_step_is_as_long_as_one_may_have_to_wait():
 def test_without_online_requests_something_always_runs():
     plan = begin(planner(max_stall_s=0.0, min_chunk_tokens=64))
     assert chunk(plan) == 64
+    shape = BatchShape()
+    shape.add_prefill(64)
+    more = {"cached_tokens": 0, "max_tokens": 1000, "page_size": 1}
+    assert plan.offline_chunk_tokens(shape, **more) == 0, "beside another there is one already"
     assert not plan.all_decode(Contexts.of([100, 100]))
     assert plan.choose_decodes(lambda: [decode(1), decode(2)]) == {"1"}
+
+
+@pytest.mark.parametrize("online", [{"waiting": 1}, {"decodes": 1}])
+def test_who_waits_is_there_as_much_as_who_decodes(online):
+    plan = begin(planner(max_stall_s=0.0, min_chunk_tokens=64), **online)
+    assert chunk(plan) == 0
+    assert plan.online_waits is ("waiting" in online)
+
+
+@pytest.mark.parametrize(("waiting_tokens", "prefill_s"), [(200, 0.2), (512, 0.512), (5120, 5.12)])
+def test_all_that_waits_takes_as_many_chunks_as_there_are(waiting_tokens, prefill_s):
+    view = begin(planner(), waiting=3, waiting_tokens=waiting_tokens).view
+    assert view.prefill_s == pytest.approx(prefill_s)
+    assert view.chunk_s == pytest.approx(min(prefill_s, 0.512))
+
+
+def test_what_was_no_traffic_is_forgotten_by_all_that_learn_from_it():
+    slo = SloConfig(ttft_s=1.0, tpot_s=100.0)
+    plan = planner(slo=slo, limit="budget", budget_s=0.3, adapt_budget=True)
+    before_s = plan.arrival_wait.left_s(NOW_S, 0.0, Clockwork())
+    for _ in range(20):
+        plan.note_online_start(NOW_S, 100)
+        plan.limit.note_request(False)
+    assert begin(plan, decodes=1).limit_s == pytest.approx(0.24)
+    plan.forget_traffic()
+    assert begin(plan, decodes=1).limit_s == 0.3
+    assert plan.arrival_wait.left_s(NOW_S, 0.0, Clockwork()) == before_s
+
+
+def test_an_online_request_that_starts_takes_the_room_of_one():
+    plan = planner()
+    plan.gathering.note_end()
+    plan.note_online_start(NOW_S, 100)
+    assert plan.gathering.num_places == 0
 
 
 def test_without_online_decodes_the_stall_comes_on_top_of_the_least_step():
@@ -272,47 +310,6 @@ def test_where_all_sit_out_it_is_settled_however_long_until_one_fits_beside_onli
     assert begin(planner(), decodes=2, due_in_s=0.025).is_settled(NOBODY, **parked)
     assert not begin(planner(), decodes=2, due_in_s=0.055).is_settled(NOBODY, **parked)
     assert not begin(planner(), decodes=0).is_settled(NOBODY, **parked), "then one has to decode"
-
-
-def one_decode(plan, now_s, *, waiting=0):
-    """A step with one online decode, 10 ms by prediction, is planned."""
-    decodes = BatchShape()
-    decodes.add_decode(100)
-    due_s = {"decode_due_s": math.inf, "first_due_s": math.inf}
-    plan.begin(now_s, decodes, **due_s, num_waiting=waiting)
-    return decodes
-
-
-def relative_steps(times_s, *, is_alone=False):
-    """A planner after steps that took these times, and when the last of them ended."""
-    plan, now_s = planner(limit="relative", max_inflation=1.5, min_chunk_tokens=1), NOW_S
-    for time_s in times_s:
-        plan.launch(one_decode(plan, now_s), is_alone=is_alone)
-        now_s += time_s
-    return plan, now_s
-
-
-def limit_after(plan, now_s, **waiting):
-    one_decode(plan, now_s, **waiting)
-    return plan.limit_s
-
-
-def test_what_steps_left_of_the_inflation_goes_to_a_later_one():
-    assert limit_after(*relative_steps([])) == pytest.approx(0.015)
-    assert limit_after(*relative_steps([0.010] * 4)) == pytest.approx(0.015 + 4 * 0.005)
-    assert limit_after(*relative_steps([0.010] * 4), waiting=1) == pytest.approx(0.015)
-
-
-def test_online_work_alone_teaches_how_long_the_loop_takes():
-    """10 ms beside each step, of which the inflation gives half, too."""
-    assert limit_after(*relative_steps([0.020] * 100, is_alone=True)) > 0.5
-    assert limit_after(*relative_steps([0.020] * 100)) < 0.0
-
-
-def test_a_pass_that_launches_nothing_costs_nothing():
-    plan, now_s = relative_steps([0.010] * 4)
-    for later_s in (0.0, 1.0, 2.0):
-        assert limit_after(plan, now_s + later_s) == pytest.approx(0.015 + 4 * 0.005)
 
 
 def packed(*due_in_s: float) -> list[OnlineDecode]:

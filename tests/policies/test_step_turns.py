@@ -7,7 +7,7 @@ import math
 import pytest
 
 from echo_sgl.batch_shape import BatchShape
-from tests.policies.plans import CHUNK_TOKENS, Clockwork, begin, planner
+from tests.policies.plans import CHUNK_TOKENS, Clockwork, Unknown, begin, planner
 
 PREFILL_WAITS = {"online_prefill_waits": True, "last_was_prefill": False}
 
@@ -65,6 +65,14 @@ def test_under_a_budget_online_decodes_go_between_two_online_prefills():
 
 def test_without_a_limit_online_decodes_go_before_a_second_offline_prefill():
     plan = begin(planner(limit="off"), decodes=2, due_in_s=0.0)
+    assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
+    assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=True)
+    assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)
+
+
+def test_while_nothing_is_known_prefills_and_decodes_take_turns():
+    """Nothing else would tell what either takes."""
+    plan = begin(planner(Unknown()), decodes=2, due_in_s=0.0)
     assert plan.decodes_first(online_prefill_waits=False, last_was_prefill=True)
     assert not plan.decodes_first(online_prefill_waits=True, last_was_prefill=True)
     assert not plan.decodes_first(online_prefill_waits=False, last_was_prefill=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from echo_sgl.batch_shape import BatchShape
 from echo_sgl.policies.decodes.contexts import NOBODY, Contexts
 from tests.policies.plans import NOW_S, Attention, Clockwork, Unknown, begin, decode, planner
 
@@ -17,11 +18,13 @@ def test_while_nothing_is_known_nobody_who_sits_out_is_left_out_for_good():
 
 
 @pytest.mark.parametrize("clock", [Clockwork, Unknown])
-def test_without_a_limit_all_who_have_started_decode(clock):
+def test_without_a_limit_all_who_have_started_decode_and_chunks_are_whole(clock):
     plan = begin(planner(clock(), limit="off", max_decodes=4), decodes=3, due_in_s=0.0)
     assert plan.all_decode(Contexts.of([100] * 9))
     chosen = plan.choose_decodes(lambda: [decode(n, is_running=n > 1) for n in range(9)])
     assert len(chosen) == 9
+    facts = {"cached_tokens": 0, "max_tokens": 1000, "page_size": 1}
+    assert plan.offline_chunk_tokens(BatchShape(), **facts) == 1000
 
 
 @pytest.mark.parametrize("context", [1, 200])

@@ -34,6 +34,7 @@ def test_what_fitted_well_holds_for_those_that_stay():
     plan = planned()
     assert holds(plan) and holds(plan, offline=2) and holds(plan, decodes=1, due_in_s=0.25)
     assert plan.slack_s == pytest.approx(0.25)
+    assert plan.with_decode_s(100) == pytest.approx(0.02), "beside the one that is left"
 
 
 @pytest.mark.parametrize(
@@ -69,9 +70,10 @@ def test_nothing_holds_as_long_as_no_step_can_be_predicted():
 
 
 @pytest.mark.parametrize(
-    "steps", [{"limit": "relative", "max_inflation": 9.0}, {"batch_size": "adaptive"}]
+    "steps",
+    [{"limit": "relative", "max_inflation": 9.0}, {"batch_size": "adaptive"}, {"pack": True}],
 )
-def test_limits_and_batch_sizes_that_learn_from_each_step_see_each_step(steps):
+def test_what_learns_from_each_step_or_leaves_some_out_of_one_sees_each_step(steps):
     assert not holds(planned(**steps))
 
 

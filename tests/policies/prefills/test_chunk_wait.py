@@ -158,6 +158,17 @@ def test_decodes_go_on_while_the_room_for_a_prefill_grows():
     assert not plan.decodes_first(**{**turn, "left_tokens": 100})
 
 
+@pytest.mark.parametrize(("num_prefills", "waits"), [(2, True), (3, False)])
+def test_a_chunk_waits_through_two_online_prefills(num_prefills, waits):
+    plan = planner(Device(0.1), min_chunk_tokens=64, chunk_overhead=0.1)
+    turn = {"last_was_prefill": False, "left_tokens": 1000}
+    begin(plan, decodes=2, due_in_s=0.3, first_due_in_s=9.0, waiting=1)
+    assert plan.decodes_first(**turn, online_prefill_waits=False)
+    for _ in range(num_prefills):
+        assert not plan.decodes_first(**turn, online_prefill_waits=True)
+    assert plan.decodes_first(**turn, online_prefill_waits=False) is waits
+
+
 def test_who_waits_for_another_reason_awaits_no_chunk():
     plan = planner(Device(0.1), min_chunk_tokens=64, chunk_overhead=0.1)
     begin(plan, decodes=2, due_in_s=0.3)

@@ -197,6 +197,14 @@ def test_lots_are_of_requests_that_fit_into_one_prefill_step():
     assert not begin(plan_with(small, gather=False)).gathers(30, MANY)
 
 
+def test_a_planner_asks_how_many_would_be_stopped_and_how_many_wait():
+    plan = begin(planner())
+    steady(gathering=plan.gathering)
+    plan.gathering.note_end()
+    plan.gathering.note_end()
+    assert plan.gathers(30, 3) and not plan.gathers(3, 30)
+
+
 @pytest.mark.parametrize(("due_in_s", "gathers"), [(0.13, True), (0.11, False), (math.inf, True)])
 def test_lots_fit_beside_online_decodes(due_in_s, gathers):
     """Two prompts of 50 tokens take 100 ms, two online decodes 20 ms."""

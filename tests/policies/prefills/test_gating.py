@@ -202,6 +202,7 @@ def test_where_no_offline_request_decodes_the_gate_is_open() -> None:
     plan = planner(Flat(), gate=True)
     assert worth(plan, online=9, offline=0) == worth(plan, online=0, offline=0) == 3
     assert worth(plan, online=9, offline=0, parked=1) == 0
+    assert worth(plan, online=0, offline=1, parked=1) == 1
 
 
 def test_one_lost_start_is_forgotten() -> None:

@@ -58,5 +58,7 @@ def test_a_planner_puts_late_ones_off_under_promises(steps, goes_last):
     begin(plan, decodes=2, due_in_s=5.0, first_due_in_s=0.5, waiting=2)
     assert plan.goes_last(waits(NOW_S - 1.0)) is goes_last
     assert not plan.goes_last(waits(NOW_S + 1.0))
+    plan.sorts_queue = True
     plan.keep_turns()
+    assert not plan.sorts_queue
     assert not plan.goes_last(waits(NOW_S - 1.0))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.config import SloConfig
 from echo_sgl.policies.prefills.places import Placed, Places, Queued
-from tests.policies.plans import NOW_S, Unknown, begin, planner
+from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
 
 
 def decodes(*due_s: float) -> list[Placed]:
@@ -95,6 +95,24 @@ def test_a_return_stops_all_that_decode_for_a_token(ahead_s, rid, first_due_in_s
         plan = planner(estimator, slo=SloConfig(ttft_s=1.0, tpot_s=1.0), place_gain=2.0)
         begin(plan, decodes=60, due_in_s=5.0, first_due_in_s=first_due_in_s, waiting=1)
         assert plan.gives_way(waiting, ahead) == expected
+
+
+class Reading(Clockwork):
+    """A prefill takes 10 us for each token that it finds in the cache."""
+
+    def predict_s(self, step):
+        return super().predict_s(step) + 1e-5 * step.cached_tokens
+
+
+@pytest.mark.parametrize(("ahead_s", "rid"), [(0.23, None), (0.25, "ahead")])
+def test_who_comes_back_reads_what_decodes_have_cached_in_the_mean(ahead_s, rid):
+    """Twice 60 decodes for 1 ms and 100 tokens each."""
+    waiting, ahead = Queued(NOW_S, has_started=False), [Placed("ahead", NOW_S + ahead_s)]
+    plan = planner(Reading(), slo=SloConfig(ttft_s=1.0, tpot_s=1.0), place_gain=2.0)
+    begin(plan, decodes=60, due_in_s=5.0, first_due_in_s=0.0, waiting=1)
+    assert plan.gives_way(waiting, ahead) == rid
+    begin(plan, first_due_in_s=0.0, waiting=1)
+    assert plan.gives_way(waiting, []) is None, "there is nobody"
 
 
 @pytest.mark.parametrize("steps", [{"ttft_margin": 0.0}, {"limit": "budget"}, {"place_gain": 0}])
