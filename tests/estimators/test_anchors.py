@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, StepKind, rows_of
-from echo_sgl.estimators.anchors import Anchors
+from echo_sgl.estimators.anchors import MIN_RECENT, Anchors
 from echo_sgl.estimators.samples import kinds_of
 from tests.estimators.steps import NAMES, shape_of, true_model
 
@@ -34,6 +34,9 @@ def test_they_span_what_was_calibrated_and_nothing_more(name):
     assert all(highest[column] <= most for column, most in LARGEST.items())
     for column in ("prefill_tokens", "num_decodes", "max_decode_tokens"):
         assert highest[column] == LARGEST[column]
+    assert highest["cached_tokens"] == LARGEST["cached_tokens"] / 2
+    steps = [BatchRow(*row) for row in rows]
+    assert all(one.decode_tokens == one.num_decodes * one.max_decode_tokens for one in steps)
 
 
 def test_a_calibration_without_a_kind_of_steps_gives_none_of_it():
@@ -66,3 +69,25 @@ def test_a_machine_that_became_slower_is_so_for_steps_that_did_not_come():
     recent = NO_STEPS | {StepKind.DECODE: [(decode, 2.0 * model.predict_s(decode))] * 9}
     rows, times_s = Anchors(model, LARGEST).samples(NOTHING_SEEN, recent)
     assert times_s == pytest.approx(2.0 * model.predict_rows_s(rows))
+
+
+def slower(model, kind: StepKind, factor: float, num_steps: int = 9):
+    """As many recent steps of this kind, which took so many times as long as predicted."""
+    row = shape_of([(0, 100)] * 4 if kind is StepKind.DECODE else [(100, 0)]).row()
+    return {kind: [(row, factor * model.predict_s(row))] * num_steps}
+
+
+def test_each_kind_is_as_much_slower_as_it_was_and_others_as_much_as_those_in_the_mean():
+    model = true_model("pooled")
+    recent = NO_STEPS | slower(model, StepKind.DECODE, 2.0) | slower(model, StepKind.PREFILL, 8.0)
+    rows, times_s = Anchors(model, LARGEST).samples(NOTHING_SEEN, recent)
+    before_s, kinds = model.predict_rows_s(rows), kinds_of(rows)
+    for kind, factor in ((StepKind.DECODE, 2.0), (StepKind.PREFILL, 8.0), (StepKind.MIXED, 4.0)):
+        assert times_s[kinds[kind]] == pytest.approx(factor * before_s[kinds[kind]])
+
+
+def test_a_few_slow_steps_tell_nothing_of_those_that_did_not_come():
+    model = true_model("pooled")
+    recent = NO_STEPS | slower(model, StepKind.DECODE, 9.0, MIN_RECENT - 1)
+    rows, times_s = Anchors(model, LARGEST).samples(NOTHING_SEEN, recent)
+    assert times_s.tolist() == model.predict_rows_s(rows).tolist()
