@@ -259,6 +259,25 @@ def test_steps_of_long_ago_are_stale_until_a_new_one_comes():
     assert one.evidence(StepKind.DECODE, 11.1) is Evidence.FRESH
 
 
+def test_the_slowest_kind_is_the_one_that_takes_the_most_beside_its_predictions_of_late():
+    one = band(stale_s=60.0)
+    assert one.slowest_ratio(0.0) == 0.0
+    play(one, math.log(2) + 0.01 * still(100, seed=14), PREFILL)
+    play(one, 0.01 * still(100, seed=14))
+    assert one.slowest_ratio(1.0) == pytest.approx(2.0, rel=0.01)
+    play(one, 0.01 * still(100, seed=14), start_s=100.0)
+    assert one.slowest_ratio(101.0) == pytest.approx(1.0, rel=0.01), "prefills were long ago"
+
+
+def test_bounds_rest_on_the_last_steps_and_after_a_drift_on_few():
+    one = band()
+    play(one, still(ConformalBand.NUM_RATIOS + 100, seed=18))
+    assert len(one.recent(StepKind.DECODE)) == ConformalBand.NUM_RATIOS
+    while not one.num_drifts(StepKind.DECODE):
+        play(one, math.log(2) + still(1, seed=19))
+    assert len(one.recent(StepKind.DECODE)) == ConformalBand.NUM_AFTER_DRIFT
+
+
 def test_steps_of_one_kind_are_no_evidence_for_another():
     one = band()
     play(one, still(100, seed=17))

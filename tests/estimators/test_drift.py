@@ -60,6 +60,19 @@ def test_a_shift_of_the_zero_is_none():
     assert not any(found)
 
 
+@pytest.mark.parametrize("refits", [(7,), (155,), (1003, 1990), range(50, 4000, 50)])
+def test_a_lasting_shift_is_noticed_as_soon_whatever_zero_values_are_told_from(refits):
+    values = still(4000, seed=29) + 0.15 * (np.arange(4000) >= 2000)
+    detector, zero, found = DriftDetector(), 0.0, []
+    for number, value in enumerate(values):
+        if number in refits:
+            detector.shift(0.7)
+            zero += 0.7
+        if detector.observe(value + zero):
+            found.append(number)
+    assert found == drifts(values) != []
+
+
 def test_a_kind_that_is_rare_between_two_refits_is_noticed_to_drift():
     one = band()
     for round_number in range(20):
