@@ -41,6 +41,12 @@ def test_noise_is_not_a_drift_whatever_its_kind(name, seed):
     assert drifts(streams(seed)[name]) == []
 
 
+@pytest.mark.parametrize("usual", [-2.0, 0.0, 2.0])
+def test_what_was_so_from_the_first_is_usual_however_far_off(usual):
+    assert drifts(usual + still(4000, seed=30)) == []
+    assert len(drifts(usual + still(4000, seed=30) + 0.15 * (np.arange(4000) >= 2000))) == 1
+
+
 def test_a_slow_drift_is_noticed_too_and_more_than_once():
     assert len(drifts(streams(26)["three times as slow, little by little"])) > 3
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.config import SloConfig
 from echo_sgl.estimators.floor import SloFloor, check_slo, slo_floor
+from echo_sgl.estimators.host_time import HostTime
 from tests.estimators.steps import any_models, shape_of, true_model
 
 FLOOR = SloFloor(prompt_tokens=100, ttft_s=0.2, tpot_s=0.01)
@@ -18,6 +19,14 @@ def test_the_floor_is_one_prefill_and_one_decode_alone():
     floor = slo_floor(model, prompt_tokens=500)
     assert floor.ttft_s == model.predict_s(shape_of([(500, 0)]))
     assert floor.tpot_s == model.predict_s(shape_of([(0, 501)]))
+
+
+def test_what_the_host_takes_around_and_between_the_steps_is_part_of_the_floor():
+    model, host = true_model("pooled"), HostTime(step_s=0.003, request_s=0.001, intake_s=0.05)
+    device = slo_floor(model, prompt_tokens=500)
+    floor = slo_floor(model, prompt_tokens=500, host=host)
+    assert floor.ttft_s == pytest.approx(device.ttft_s + 0.05)
+    assert floor.tpot_s == pytest.approx(device.tpot_s + 0.003 + 0.001)
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_behind_what_is_done():
