@@ -199,6 +199,14 @@ def test_mean_std_forgets_what_is_older_than_the_window():
     assert play(predictor, each_second([100] * 250, start_s=300.0))[-1] == pytest.approx(100)
 
 
+def test_mean_std_counts_no_use_while_nothing_was_observed():
+    """300 s of 1,000 tokens, half an hour of which nobody knows, and 300 s of 100."""
+    predictor = MeanStdDemand(window_s=3600.0, k=0.0)
+    play(predictor, each_second([1000] * 301))
+    predicted = play(predictor, each_second([100] * 301, start_s=2100.0))[-1]
+    assert predicted == pytest.approx(550, rel=0.05)
+
+
 # Peaks
 
 
