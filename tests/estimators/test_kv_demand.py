@@ -207,6 +207,15 @@ def test_mean_std_counts_no_use_while_nothing_was_observed():
     assert predicted == pytest.approx(550, rel=0.05)
 
 
+def test_mean_std_says_nothing_until_somebody_was_there_and_goes_on_when_all_have_left():
+    """Else a server that nobody has found yet keeps no reserve for those who will."""
+    predictor = MeanStdDemand(window_s=WINDOW_S, k=2.0)
+    assert set(play(predictor, each_second([0] * 900))) == {None}
+    assert play(predictor, each_second([100] * 60, start_s=900.0))[-1] is not None
+    predicted = play(predictor, each_second([0] * 5000, start_s=960.0))
+    assert None not in predicted and predicted[-1] == 0.0
+
+
 # Peaks
 
 

@@ -166,6 +166,38 @@ def test_a_first_fit_to_few_steps_is_soon_followed_by_others():
     assert numbers == [25, 50, 100, 200, 400, 600, 800]
 
 
+CALIBRATED = {
+    "num_prefills": 8,
+    "prefill_tokens": 2048,
+    "cached_tokens": 4000,
+    "prefill_area": 9_000_000,
+    "num_decodes": 64,
+    "decode_tokens": 64_000,
+    "max_decode_tokens": 4000,
+}
+
+
+@every_model
+def test_what_was_calibrated_stays_known_while_all_prompts_are_short(name):
+    """Steps that are nearly the same tell no two costs apart: without it, nothing is fitted."""
+    truth, rng = true_model(name), random.Random(1)
+    known = LiveBatchTime(true_model(name), refit_steps=200, calibrated=CALIBRATED)
+    partly = {"num_prefills": 8}  # as a profile of another version
+    others = [
+        LiveBatchTime(true_model(name), refit_steps=200, calibrated=one) for one in (None, partly)
+    ]
+    for number in range(600):
+        prompt, context = rng.randint(20, 60), rng.randint(50, 90)
+        row = shape_of([(prompt, 0)] if number % 2 else [(0, context)] * 4).row()
+        time_s = truth.predict_s(row) * math.exp(rng.gauss(0.0, 0.1))
+        for live in (known, *others):
+            live.observe(row, time_s, 0.01 * number)
+    assert (known.num_refits, [live.num_refits for live in others]) == (3, [0, 0])
+    for batch in ([(2000, 0)], [(1000, 2000)], [(0, 3000)] * 8, [(0, 1000)] * 60):
+        shape = shape_of(batch)
+        assert known.predict_s(shape) == pytest.approx(truth.predict_s(shape), rel=0.15)
+
+
 def test_refits_that_are_switched_off_leave_the_first_fit():
     live = LiveBatchTime(unfitted("linear"), refit_steps=0)
     play(live, true_model("linear"), 2000)
