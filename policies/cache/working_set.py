@@ -12,10 +12,12 @@ _FULL_SHARE_HIT_RATIO = 0.5
 _LEAST_SHARE = 0.1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Use:
-    num_tokens: int
+    """One use, and the tokens of each node that it was of: several once a node was split."""
+
     last_use_s: float
+    num_tokens: dict[int, int]
 
 
 class WorkingSet:
@@ -31,7 +33,9 @@ class WorkingSet:
     def __init__(self, *, limit_tokens: int, window_s: float) -> None:
         self._limit_tokens = limit_tokens
         self._window_s = window_s
-        self._uses: OrderedDict[int, _Use] = OrderedDict()
+        self._uses: dict[int, _Use] = {}
+        # The least recent one first.
+        self._order: OrderedDict[_Use, None] = OrderedDict()
         self._hit_ratio = 1.0
         self.num_tokens = 0
 
@@ -53,38 +57,41 @@ class WorkingSet:
 
     def use(self, node: int, num_tokens: int, now_s: float) -> None:
         """Note an online use of a node that holds `num_tokens` tokens."""
-        if (use := self._uses.get(node)) is None:
-            self._uses[node] = _Use(num_tokens, now_s)
-            self.num_tokens += num_tokens
-            return
-        self.num_tokens += num_tokens - use.num_tokens
-        use.num_tokens, use.last_use_s = num_tokens, now_s
-        self._uses.move_to_end(node)
+        self.forget(node)
+        use = self._uses[node] = _Use(now_s, {node: num_tokens})
+        self._order[use] = None
+        self.num_tokens += num_tokens
 
     def split(self, node: int, *, upper: int, upper_tokens: int) -> None:
-        """Its first `upper_tokens` tokens became a node of their own."""
+        """Its first `upper_tokens` tokens became a node of their own, used when it was."""
         if (use := self._uses.get(node)) is not None:
-            use.num_tokens -= upper_tokens
-            self._uses[upper] = _Use(upper_tokens, use.last_use_s)
+            use.num_tokens[node] -= upper_tokens
+            use.num_tokens[upper] = upper_tokens
+            self._uses[upper] = use
 
     def forget(self, node: int) -> None:
         """The node was evicted."""
         if (use := self._uses.pop(node, None)) is not None:
-            self.num_tokens -= use.num_tokens
+            self.num_tokens -= use.num_tokens.pop(node)
+            if not use.num_tokens:
+                del self._order[use]
 
     def clear(self) -> None:
         self._uses.clear()
+        self._order.clear()
         self.num_tokens = 0
 
     def expire(self, now_s: float) -> list[int]:
         """Drop what is too old or too much, least recently used first; return the dropped."""
         dropped: list[int] = []
         oldest_s, limit_tokens = now_s - self._window_s, self.limit_tokens
-        for node, use in self._uses.items():
-            if use.last_use_s >= oldest_s and self.num_tokens <= limit_tokens:
+        num_left = self.num_tokens
+        least_recent = ((one, node) for one in self._order for node in one.num_tokens)
+        for use, node in least_recent:
+            if use.last_use_s >= oldest_s and num_left <= limit_tokens:
                 break
-            self.num_tokens -= use.num_tokens
+            num_left -= use.num_tokens[node]
             dropped.append(node)
         for node in dropped:
-            del self._uses[node]
+            self.forget(node)
         return dropped

@@ -45,6 +45,31 @@ def test_a_split_keeps_both_parts_with_the_tokens_they_have():
     assert working.num_tokens == 30 and 2 in working
 
 
+def test_a_split_is_no_use():
+    """Offline prompts split what online ones left: neither part is younger for it."""
+    working = WorkingSet(limit_tokens=100, window_s=60)
+    working.use(1, 40, now_s=0)
+    working.use(2, 40, now_s=50)
+    working.split(1, upper=3, upper_tokens=30)
+    assert working.expire(now_s=61) == [1, 3]
+    assert working.num_tokens == 40
+
+
+def test_where_the_share_is_full_a_split_node_leaves_before_younger_ones_end_first():
+    working = WorkingSet(limit_tokens=75, window_s=60)
+    working.use(1, 40, now_s=0)
+    working.use(2, 40, now_s=1)
+    working.split(1, upper=3, upper_tokens=30)
+    assert working.expire(now_s=2) == [1], "the end of it is enough"
+    working.use(4, 30, now_s=3)
+    assert working.expire(now_s=4) == [3]
+    working.split(2, upper=5, upper_tokens=10)
+    working.use(5, 10, now_s=5)
+    assert working.expire(now_s=62) == [2], "the part that was used again is younger"
+    working.clear()
+    assert working.expire(now_s=900) == [] and len(working) == working.num_tokens == 0
+
+
 def test_splitting_a_node_that_is_not_protected_protects_nothing():
     working = WorkingSet(limit_tokens=100, window_s=60)
     working.split(1, upper=2, upper_tokens=30)
