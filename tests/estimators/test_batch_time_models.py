@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import replace
 
@@ -249,6 +250,12 @@ def toy_s(batch, **coefficients):
     model = create_batch_time("roofline", transformer=TOY)
     zeros = dict.fromkeys(model.COEFFICIENTS, 0.0)
     return model.with_coefficients({**zeros, **coefficients}).predict_s(shape_of(batch))
+
+
+def test_a_head_is_its_share_of_the_hidden_size_unless_it_is_told():
+    sizes = {**dataclasses.asdict(TOY), "hidden": 64}
+    assert Transformer(**sizes).head_dim == 2
+    assert Transformer(**{**sizes, "head_dim": 0}).head_dim == 64 // 4
 
 
 def test_roofline_counts_two_flops_per_weight_and_row():

@@ -37,6 +37,15 @@ def profile_of(estimator: BatchTimeModel) -> Profile:
     )
 
 
+FACTS = {
+    "largest_step": {"prefill_tokens": 2048, "num_decodes": 64},
+    "host": HostTime(step_s=0.001, request_s=0.0, intake_s=0.01),
+    "num_ranks": 2,
+    "weights": "bfloat16",
+    "transformer": {"num_layers": 4, "hidden": 256},
+}
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "profile.json"
@@ -62,8 +71,9 @@ def change(path: Path, field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_profile_reads_back_as_it_was_written(tmp_path, name):
-    written = profile_of(true_model(name, CAPTURED))
+@pytest.mark.parametrize("facts", [{}, FACTS], ids=["an older one", "all that is told"])
+def test_a_profile_reads_back_as_it_was_written(tmp_path, name, facts):
+    written = replace(profile_of(true_model(name, CAPTURED)), **facts)
     save_profile(written, tmp_path / "profile.json")
     read = load(tmp_path / "profile.json")
     assert replace(read, estimator=written.estimator) == written
