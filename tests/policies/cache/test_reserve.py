@@ -155,3 +155,29 @@ def test_a_higher_peak_never_gives_offline_more(one, other, online):
     low, high = sorted((one, other))
     lower, higher = reserve(low, online=online), reserve(high, online=online)
     assert higher.offline_limit_tokens(0.0) <= lower.offline_limit_tokens(0.0)
+
+
+def test_a_cold_start_is_as_long_as_since_the_server_began_whatever_its_clock_says():
+    made = BurstReserve(ReserveConfig(cold_start_share=0.2), Foreseen(None), CAPACITY)
+    start_s, window_s = 1e6, ReserveConfig().window_s
+    made.observe(start_s, 0)
+    for part, tokens in ((0.0, 2000), (0.5, 1000), (1.0, 0), (3.0, 0)):
+        assert made.reserve_tokens(start_s + part * window_s) == tokens
+
+
+def test_once_online_requests_were_there_less_than_a_hundredth_is_use_as_well():
+    """Before, it is what a server's own warm-up holds."""
+    seen: list[int] = []
+
+    class Noting(Foreseen):
+        def observe(self, now_s: float, used_tokens: int) -> None:
+            seen.append(used_tokens)
+
+    made = BurstReserve(ReserveConfig(), Noting(None), CAPACITY)
+    for now_s, tokens in enumerate((99, 0, 100, 99, 5)):
+        made.observe(float(now_s), tokens)
+    assert seen == [0, 0, 100, 99, 5]
+
+
+def test_a_request_larger_than_all_but_the_least_reserve_never_fits():
+    assert reserve(5000, online=3000, min_tokens=300).most_tokens == CAPACITY - 300

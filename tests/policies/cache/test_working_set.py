@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +103,9 @@ def test_users_who_never_return_earn_little_protection_and_returning_ones_all_of
     for _ in range(300):
         working.observe_hits(0, 500)
     assert working.limit_tokens == 100
+    for _ in range(300):
+        working.observe_hits(125, 500)
+    assert working.limit_tokens == pytest.approx(500, abs=1), "a quarter of a prompt is half of it"
     for _ in range(100):
         working.observe_hits(300, 500)
     assert working.limit_tokens == 1000

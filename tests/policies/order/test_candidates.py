@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape, Step
-from echo_sgl.policies.order.candidates import Candidate, length_bucket, mean_bucket, rank, score
+from echo_sgl.policies.cache.eviction_order import LeafFacts
+from echo_sgl.policies.order.candidates import (
+    MAX_VICTIMS,
+    Candidate,
+    Victims,
+    length_bucket,
+    mean_bucket,
+    rank,
+    score,
+)
 
 INFINITE = float("inf")
 
@@ -141,3 +150,26 @@ def test_buckets_are_powers_of_two():
         *(1, 2, 2, 3),
         *(10, 11, 11, 12),
     ]
+
+
+def victims(*leaves: tuple[int, int]) -> Victims:
+    """Tokens of each leaf, and how many pending requests wait for it."""
+    facts = [LeafFacts(number, 0.0, num_pending=num) for number, (_, num) in enumerate(leaves)]
+    return Victims((tokens, one) for (tokens, _), one in zip(leaves, facts, strict=True))
+
+
+def test_what_an_eviction_takes_from_pending_requests_is_as_much_as_is_missing():
+    """The last leaf goes as a whole, but only what was missing of it is laid to the charge."""
+    leaves = victims((100, 0), (50, 2), (80, 0), (60, 1))
+    needed = {0: 0, 100: 0, 120: 20, 150: 50, 230: 50, 260: 80, 290: 110, 999: 110}
+    for missing_tokens in (150, 0, 999, 120, 290, 230, 100, 260):
+        assert leaves.needed_tokens(missing_tokens) == needed[missing_tokens]
+
+
+def test_no_more_victims_are_looked_at_than_a_step_may_evict():
+    leaves = iter([(10, LeafFacts(number, 0.0, num_pending=1)) for number in range(99)])
+    seen = Victims(leaves)
+    assert seen.needed_tokens(25) == 25
+    assert len(list(leaves)) == 99 - 3, "as far as somebody asks"
+    most = victims(*[(10, 1)] * 99)
+    assert most.needed_tokens(990) == 10 * MAX_VICTIMS == most.needed_tokens(10**9)
