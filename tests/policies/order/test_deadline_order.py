@@ -168,6 +168,19 @@ def test_the_walk_goes_on_where_it_was_when_nothing_is_urgent_any_more():
     assert listed(order) == [1, 4]
 
 
+def test_what_was_urgent_and_next_anyway_leaves_the_walk_where_it_was():
+    """Who comes between the two is next, and not a whole walk later."""
+    order = order_of(pending(0, "m1"), pending(1, "m5", deadline_s=5.0), pending(2, "z"))
+    order.escalate(0.0, rate_tokens_per_s=1000.0)
+    assert listed(order) == [0, 1, 2] and take_next(order).sequence == 0
+    assert order.escalate(0.0, rate_tokens_per_s=1.0) == 5.0
+    assert take_next(order).sequence == 1
+    order.book.set_running({})
+    assert order.escalate(0.0, rate_tokens_per_s=1.0) is None
+    order.add(pending(3, "m3"))
+    assert listed(order) == [3, 2]
+
+
 def test_what_came_back_is_resumed_before_urgent_work():
     order = order_of(pending(0, "a"), pending(1, "b", deadline_s=5.0))
     order.take(back := pending(0, "a"))
