@@ -168,6 +168,16 @@ def test_the_walk_goes_on_where_it_was_when_nothing_is_urgent_any_more():
     assert listed(order) == [1, 4]
 
 
+def test_a_deadline_is_urgent_though_all_that_is_due_runs_or_is_to_go_on():
+    order = order_of(late := pending(0, "a", deadline_s=5.0))
+    order.take(late)
+    assert order.escalate(0.0, rate_tokens_per_s=1.0) == 5.0
+    other = order_of(late)
+    other.take(late)
+    other.add(late, resumed=True)
+    assert other.escalate(0.0, rate_tokens_per_s=1.0) == 5.0
+
+
 def test_what_was_urgent_and_next_anyway_leaves_the_walk_where_it_was():
     """Who comes between the two is next, and not a whole walk later."""
     order = order_of(pending(0, "m1"), pending(1, "m5", deadline_s=5.0), pending(2, "z"))
