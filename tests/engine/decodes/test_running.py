@@ -97,6 +97,32 @@ def test_counting_on_finds_what_looking_up_finds(promises: list[Promise]) -> Non
             step(reqs)
 
 
+def test_slack_goes_by_the_online_decode_that_is_due_first() -> None:
+    """Two that had their first tokens at 0.5 s; nothing is ever due of an offline one."""
+    patient, hasty = decoding(Task.ONLINE), decoding(Task.ONLINE, promise=Promise(0.5, 0.02))
+    offline = decoding(Task.OFFLINE, promise=Promise(0.1, 0.001))
+    running = Running([patient, hasty, offline], 0.5)
+    assert running.decode_due_s == pytest.approx(0.52)
+    step([patient, hasty, offline])
+    running.advance([patient, hasty, offline], 0.51)
+    assert running.decode_due_s == pytest.approx(0.54)
+    running.note_end(hasty)
+    running.advance([patient, offline], 0.51)
+    assert running.decode_due_s == pytest.approx(0.5 + 2 * 0.1)
+    step([patient, offline])
+    running.advance([patient, offline], 0.6)
+    assert running.decode_due_s == pytest.approx(0.5 + 3 * 0.1)
+    running.advance([offline], 0.7)
+    assert running.decode_due_s == math.inf
+
+
+def test_before_its_first_token_is_seen_a_decode_is_due_as_who_waits() -> None:
+    req = decoding(Task.ONLINE)
+    req.output_ids.clear()
+    running = Running([decoding(Task.ONLINE, promise=Promise(9.0, 9.0)), req], 0.0)
+    assert running.decode_due_s == 1.0
+
+
 def test_only_who_came_or_ended_is_looked_up() -> None:
     reqs = [decoding(Task.ONLINE), decoding(Task.OFFLINE), decoding(Task.OFFLINE)]
     running = Running(reqs, 0.0)

@@ -17,6 +17,7 @@ from echo_sgl.engine.server_facts import captured_batch_sizes, transformer_sizes
 from echo_sgl.engine.steps.estimation import FloorWatch, create_live_batch_time
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.host_time import HostTime
+from echo_sgl.estimators.live import LiveBatchTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
 from eval.servers.server import ServerStartError
 from tests.estimators.steps import shape_of, true_model
@@ -162,6 +163,18 @@ def test_a_fit_to_live_steps_keeps_what_calibration_knew_beyond_them(profile):
     assert live.num_refits == 2
     chunk = shape_of([(2048, 0)])
     assert live.predict_s(chunk) == pytest.approx(1.5 * truth.predict_s(chunk), rel=0.1)
+
+
+def test_steps_of_one_kind_alone_show_no_promise_out_of_reach(caplog):
+    """Nothing tells yet what a prefill takes, which both promises begin with."""
+    truth = true_model("pooled")
+    live = LiveBatchTime(true_model("pooled"))
+    watch = FloorWatch(config(slo={"ttft_s": 1.0, "tpot_s": 1e-4}).slo, warms_up=False)
+    for shape, num_warnings in ((shape_of([(0, 100)]), 0), (shape_of([(100, 0)]), 1)):
+        for number in range(100):
+            live.observe(shape, truth.predict_s(shape), 0.01 * number)
+        watch.look(1.0, live)
+        assert len(caplog.records) == num_warnings
 
 
 @pytest.mark.parametrize(("tpot_s", "num_warnings"), [(1e-4, 1), (1.0, 0)])

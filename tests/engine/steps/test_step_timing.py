@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, StepKind
+from echo_sgl.engine.steps.step_log import StepNote
 from echo_sgl.engine.steps.step_timing import NUM_FIRST, StepTimer, row_of_batch
 from eval.servers.server import LOCAL
 from tests.cli.jobs import run_cli
@@ -34,13 +35,16 @@ def reqs(*lengths: int) -> list[SimpleNamespace]:
 
 
 def test_a_step_is_kept_with_its_time_once_it_is_over():
-    timer = StepTimer()
-    timer.expect(ROW)
+    timer, note = StepTimer(), StepNote(1.0, ROW, math.inf, math.inf, 1, 0, 0, 0)
+    timer.expect(ROW, note)
     with timer.wrap({"category": "extend"}):
         assert timer.records() == []
+        threading.Event().wait(0.01)
+    assert note.time_s is None and not timer.ended_notes
     [(row, time_s)] = timer.records()
-    assert row == ROW and time_s >= 0
+    assert row == ROW and 0.009 < time_s < 60
     assert timer.num_steps == 1
+    assert note.time_s == time_s and list(timer.ended_notes) == [note]
 
 
 def test_the_first_steps_tell_for_how_long_they_were_run_and_not_when_others_were():
