@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from echo_sgl.batch_shape import decode_row
+from echo_sgl.batch_shape import BatchShape, decode_row
 from echo_sgl.engine.decodes.running import Running, offline_of
 from echo_sgl.engine.requests.terms import RequestTerms
 from echo_sgl.policies.decodes.contexts import Contexts
@@ -182,6 +182,21 @@ def test_a_step_without_who_is_about_to_end_has_its_offline_requests_nevertheles
     assert row is not None
     online, num_offline = running.online_part(batch, row)
     assert (online.row(), num_offline) == (decode_row([31]), 1)
+
+
+def test_the_online_part_of_a_mixed_step_is_its_online_prefills_and_decodes() -> None:
+    reqs = [decoding(task) for task in (Task.ONLINE, Task.OFFLINE, Task.OFFLINE, Task.ONLINE)]
+    batch = SimpleNamespace(reqs=reqs, extend_lens=[7, 5, 1, 1], prefix_lens=[3, 0, 40, 30])
+    shape = BatchShape()
+    shape.add_prefill(7, 3)
+    shape.add_prefill(5, 0)
+    expected = BatchShape()
+    expected.add_prefill(7, 3)
+    for context_tokens in (41, 31):
+        shape.add_decode(context_tokens)
+    expected.add_decode(31)
+    online, num_offline = Running((), 0.0).online_part(batch, shape.row())
+    assert (online.row(), num_offline) == (expected.row(), 2)
 
 
 def test_who_is_to_end_may_not_sit_out() -> None:

@@ -169,3 +169,27 @@ def test_a_promise_is_kept_by_both_times(first_token_s, end_s, num_tokens, is_me
     terms = terms_of(request(echo_arrival_s=0.0))
     terms.first_token_s = first_token_s
     assert terms.is_met(num_tokens, end_s) is is_met
+
+
+@pytest.mark.parametrize(
+    ("first_token_s", "num_tokens", "end_s", "is_met"),
+    [(7.5, 6, 8.0, True), (7.5, 3, 7.9, False), (9.5, 3, 9.6, False), (None, 1, 8.9, True)],
+)
+def test_what_was_promised_is_judged_by_when_the_first_token_was_seen(
+    first_token_s, num_tokens, end_s, is_met
+):
+    """Two seconds for the first one, 0.1 for each other; who ends before one was seen has one."""
+    terms = terms_of(request(), now_s=7.0)
+    if first_token_s is not None:
+        terms.note_first_token(first_token_s, 400)
+    assert terms.is_met(num_tokens, end_s) is is_met
+
+
+@pytest.mark.parametrize("key", ["ttft_s", "tpot_s"])
+def test_a_request_may_ask_for_less_time_as_far_as_the_config_allows(key):
+    slo = SloConfig(**{key: 0.5, f"min_{key}": 0.2})
+    check_terms({key: 0.2}, slo)
+    with pytest.raises(TermsError):
+        check_terms({key: 0.19}, slo)
+    with pytest.raises(TermsError):
+        check_terms({key: True}, slo)
