@@ -119,3 +119,34 @@ def test_who_started_and_holds_no_kv_any_more_is_forgotten():
     running.kv.holds_kv = False
     pool.forget_ended()
     assert pool.need(namespace_of(ended), path).num_pending == 1
+
+
+def test_the_cache_is_told_of_every_prompt_that_is_waited_for_otherwise_than_before(pool):
+    told: list[tuple[str, int]] = []
+    pool.on_change = lambda req, prompt: told.append((req.rid, len(prompt)))
+    goes, stays = request("goes"), request("stays", "xy")
+    for req in (goes, stays):
+        pool.add(req, entry_s=0.0, resumed=False)
+    assert told == [("goes", 3), ("stays", 2)]
+    pool.take(goes)
+    assert told[2:] == [], "it still needs what it waited for"
+    goes.output_ids.extend([7, 8])
+    pool.add(goes, entry_s=0.0, resumed=True)
+    assert told[2:] == [("goes", 3), ("goes", 5)], "it ended, and comes back with its answer so far"
+    pool.take(goes)
+    assert told[4:] == [("goes", 5)], "nobody is next on its prefix any more"
+    pool.end(goes, num_cached_tokens=5)
+    assert told[5:] == [], "all of it was cached just now"
+    pool.remove("stays")
+    assert told[5:] == [("stays", 2)]
+
+
+def test_a_turn_of_a_session_waits_with_the_prompt_that_it_came_with(pool):
+    turn = request("turn")
+    turn.session = SimpleNamespace(streaming=True)
+    pool.add(turn, entry_s=0.0, resumed=False)
+    turn.origin_input_ids.extend([1, 2, 3])
+    told: list[int] = []
+    pool.on_change = lambda req, prompt: told.append(len(prompt))
+    pool.remove("turn")
+    assert told == [3]

@@ -9,6 +9,7 @@ import pytest
 
 from echo_sgl.engine.pool.deadlines import DeadlineWatch
 from echo_sgl.engine.pool.weighing import MAX_PASSED_OVER, Weighing
+from echo_sgl.policies.cache.eviction_order import LeafFacts
 from echo_sgl.policies.order.candidates import mean_bucket
 from echo_sgl.policies.order.deadline_order import DeadlineOrder
 from echo_sgl.policies.order.offline_order import FcfsOrder
@@ -39,17 +40,17 @@ def request(rid, num_tokens=100):
     )
 
 
-def weighing(cached, num_candidates=4):
+def weighing(cached, num_candidates=4, *, victims=(), free_tokens=10_000):
     return Weighing(
-        Core(cached),
-        SimpleNamespace(available_size=lambda: 10_000),
+        Core(cached, victims),
+        SimpleNamespace(available_size=lambda: free_tokens),
         DeadlineWatch(DeadlineOrder(FcfsOrder())),
         num_candidates,
     )
 
 
-def reordered(requests, cached, *, num_candidates=4, bucket=None):
-    weigher = weighing(cached, num_candidates)
+def reordered(requests, cached, *, num_candidates=4, bucket=None, **memory):
+    weigher = weighing(cached, num_candidates, **memory)
     return [req.rid for req in weigher.reorder(requests, Clockwork(), bucket, now_s=0.0)]
 
 
@@ -95,3 +96,21 @@ def test_what_was_generated_before_a_request_came_back_is_computed_again():
     back = request("a")
     back.output_ids = array("q", range(50))
     assert reordered([back, request("b")], {"a": 90, "b": 90}) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("free_tokens", "num_pending", "order"),
+    [(200, 1, ["long", "short"]), (120, 1, ["short", "long"]), (120, 0, ["long", "short"])],
+)
+def test_who_takes_memory_from_what_others_wait_for_goes_after_who_does_not(
+    free_tokens, num_pending, order
+):
+    """Of 200 and of 100 tokens; what must be evicted for the long one is waited for, or not."""
+    requests = [request("long", 200), request("short", 100)]
+    victims = [(500, LeafFacts(1, 0.0, num_pending=num_pending))]
+    assert reordered(requests, {}, victims=victims, free_tokens=free_tokens) == order
+
+
+def test_a_prompt_that_is_all_in_the_cache_computes_its_last_token():
+    requests = [request("a"), request("b")]
+    assert reordered(requests, {"a": 100, "b": 99}) == ["a", "b"]
