@@ -40,19 +40,17 @@ class BottleneckSelection(MixSelection):
 
 def _take_longest(fill: StepFill, ordered: list[Decode]) -> None:
     """The longest that fits, and of the shorter ones, from the longest on, as many as then do."""
-    if fill.fits(ordered[:1]):
-        last = _last(len(ordered) - 1, lambda at: fill.fits([ordered[at]]))
-        fill.take_prefix(ordered[last::-1])
+    last = _last(len(ordered) - 1, lambda at: fill.fits([ordered[at]]))
+    fill.take_prefix(ordered[last::-1])
 
 
 def _saturating(fill: StepFill, ordered: list[Decode]) -> int:
     """The least number of the shortest that saturates the step; 0 when all do not."""
-    most = min(len(ordered), fill.room)
-    if not most or not fill.is_saturated(ordered[:most]):
+    if not fill.is_saturated(ordered):
         return 0
-    return 1 + _last(most - 1, lambda num: not fill.is_saturated(ordered[:num]))
+    return 1 + _last(len(ordered) - 1, lambda num: not fill.is_saturated(ordered[:num]))
 
 
 def _last(most: int, holds: Callable[[int], bool]) -> int:
-    """The last of 0 to `most` for which it holds; it holds for 0, and for all up to the last."""
+    """The last of 0 to `most` for which it holds, as for all before it; 0 where for none."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not holds(number))
