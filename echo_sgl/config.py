@@ -138,7 +138,8 @@ class StepsConfig:
     came. `online_chunks` "whole" prefills online prompts in SGLang's chunks, with decodes between
     them where they are due; "slack" cuts them to what online decodes have left. With
     `split_online`, unless `ttft_margin` is 0, online requests are prefilled in two steps where one
-    would make a first token late, see `policies/prefills/first_tokens.py`.
+    would make a first token late or compute twice what they share, see
+    `policies/prefills/first_tokens.py`.
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decodes/decode_selection.py`; those are parked, with their KV kept, if `park` is on,

@@ -13,10 +13,11 @@ from echo_sgl.batch_shape import BatchShape
 from echo_sgl.policies.order.candidates import Candidate, Victims, length_bucket, mean_bucket, rank
 from echo_sgl.policies.prefills.first_tokens import Joining
 from echo_sgl.sim.scheduler import SimScheduler, StepPlan
+from echo_sgl.sim.shared_prefixes import MIN_SHARED_TOKENS, begins_like, shared_tokens
 from echo_sgl.sim.workload import SimRequest
 
-# As in the engine: see `weighing` and `admission`.
-MAX_PASSED_OVER, MIN_SHARED_TOKENS = 8, 32
+# As in the engine: see `weighing`.
+MAX_PASSED_OVER = 8
 
 
 class Verdict(Enum):
@@ -280,15 +281,8 @@ class PrefillPass:
         wanted = prefix_tokens + max(MIN_SHARED_TOKENS, self._page)
         if wanted > request.seq_tokens - 1:
             return False
-        num_blocks = num_tokens = 0
-        while num_tokens < wanted and num_blocks < len(request.blocks):
-            num_tokens += request.sizes[num_blocks]
-            num_blocks += 1
-        if num_tokens < wanted:
-            return False
-        start = request.blocks[:num_blocks]
         neighbours = [one for one, _, _ in self._prefills[-1:]] + self._scheduler.launched[-1:]
-        return any(one.blocks[:num_blocks] == start for one in neighbours)
+        return begins_like(request, wanted, neighbours)
 
     # ---- admission -------------------------------------------------------------------------
 
@@ -313,7 +307,7 @@ class PrefillPass:
         most = min(need, budget)
         if request.is_offline:
             new = self._offline_room(request, most)
-        elif self._starts_later(request, most, prefix_tokens):
+        elif self._comes_later(request, need, most, prefix_tokens):
             return Verdict.REFUSED
         else:
             new = self._online_room(request, most)
@@ -368,14 +362,17 @@ class PrefillPass:
         growth += scheduler.growth_of(scheduler.offline)
         return self._kv.available_tokens - growth - self._promised_tokens
 
-    def _starts_later(self, request: SimRequest, new_tokens: int, cached_tokens: int) -> bool:
-        """Whether it would make the first token of an online request late that is in the step."""
-        if math.isinf(self._first_due_s):
-            return False
-        joining = Joining(new_tokens, cached_tokens, self._scheduler.waiting.due_s(request))
-        return self._planner.online_starts_later(
-            self._shape, joining, first_due_s=self._first_due_s
-        )
+    def _comes_later(self, request: SimRequest, need: int, most: int, cached_tokens: int) -> bool:
+        """Whether an online request waits for the next step, for others' sake or its own."""
+        due_s, planner = self._scheduler.waiting.due_s(request), self._planner
+        if math.isfinite(self._first_due_s) and planner.online_starts_later(
+            self._shape, Joining(most, cached_tokens, due_s), first_due_s=self._first_due_s
+        ):
+            return True
+        neighbours = [one for one, _, _ in self._prefills] + self._scheduler.launched
+        shared = shared_tokens(request, cached_tokens, neighbours, self._page)
+        joining = Joining(need, cached_tokens, due_s)
+        return planner.online_waits_for_prefix(self._shape, joining, shared)
 
     def _online_room(self, request: SimRequest, most: int) -> int:
         return self._planner.online_chunk_tokens(

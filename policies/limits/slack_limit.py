@@ -59,7 +59,8 @@ class SlackLimit(StepLimit):
     first token however much slack there is. So the time beside online decodes is less the closer
     online requests come to `place_share` of the places, and none from there on.
 
-    `splits_online`: first tokens that would be late together come apart, see `first_tokens.py`.
+    `splits_online`: first tokens that would be late together come apart, and prompts that begin
+    alike one after the other, see `first_tokens.py`.
 
     Source: Echo 5.1; yielding to first tokens (`margin_s` 0 is without, and without splitting) and
     looking at places (`place_share` 0 is without) are ours. Units: seconds.
@@ -83,7 +84,7 @@ class SlackLimit(StepLimit):
         self._margin_s, self._tpot_s = margin_s, tpot_s
         self._use = use or SlackUse()
         self._place_share = place_share or math.inf
-        self._splits_online = splits_online and margin_s > 0.0
+        self._splits_online = self.shares_online = splits_online and margin_s > 0.0
 
     def limit_s(self, view: OnlineView) -> float:
         return self._near_full(view, super().limit_s(view))

@@ -115,11 +115,13 @@ class StepLimit(ABC):
     `cuts_online_chunks`: online prefills are cut to what online decodes leave them.
     `holds_for_each_step`: two prefills in a row would keep online decodes for twice as long as
     they are to wait for a token. `keeps_room`: time that a step leaves is there for the next.
+    `shares_online`: online requests that begin alike compute what they share once.
     """
 
     cuts_online_chunks = False
     holds_for_each_step = False
     keeps_room = False
+    shares_online = False
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = self.prefill_stall_s = stall_s

@@ -73,8 +73,11 @@ class RelativeLimit(StepLimit):
     Needs no promise: it is for servers whose users only want not to notice.
     """
 
-    def __init__(self, stall_s: float, max_inflation: float) -> None:
+    def __init__(
+        self, stall_s: float, max_inflation: float, *, shares_online: bool = False
+    ) -> None:
         super().__init__(stall_s)
+        self.shares_online = shares_online
         self._max_inflation = max_inflation
         self._max_credit_s = MAX_CREDIT_STALLS * stall_s
         self._credit_s = 0.0
@@ -127,7 +130,7 @@ def create_step_limit(steps: StepsConfig, slo: SloConfig) -> StepLimit:
             splits_online=steps.split_online,
         )
     if steps.limit == "relative":
-        return RelativeLimit(stall_s, steps.max_inflation)
+        return RelativeLimit(stall_s, steps.max_inflation, shares_online=steps.split_online)
     if steps.limit == "off":
         return NoLimit(stall_s)
     if steps.limit == "budget":

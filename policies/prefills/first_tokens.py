@@ -6,6 +6,11 @@ offline work ran, and `b` came meanwhile:
     due                  a        b
     together:   [   a and b   ]             a is late
     apart:      [  a  ][   b   ]            nobody is, for the fixed cost of a second prefill
+
+And two that begin alike, as the next calls of one conversation, find nothing of each other:
+
+    together:   [   a and b   ]             what they share is computed twice
+    apart:      [  a  ][b]                  `b` finds it in the cache, and both are sooner
 """
 
 from __future__ import annotations
@@ -54,3 +59,28 @@ def starts_later(
     own_s = prefill_alone_s(predictor, joining.new_tokens, joining.cached_tokens)
     is_in_time = now_s + alone_s + between_s + own_s <= joining.due_s
     return is_in_time or now_s + together_s > joining.due_s
+
+
+def waits_for_prefix(
+    predictor: StepPredictor,
+    step: BatchShape,
+    joining: Joining,
+    *,
+    shared_tokens: int,
+    between_s: float,
+) -> bool:
+    """Whether a request is to be prefilled after `step`, which computes `shared_tokens` of its own.
+
+    When it ends no later than it would in `step`; who is in there ends sooner in any case.
+    `between_s`: for online decodes that go between the two.
+
+    Source: ours; SGLang does so by number of tokens where its order knows the cache (lpm).
+    Units: seconds, tokens. `step` is left as it was.
+    """
+    new_tokens, cached_tokens = joining.new_tokens, joining.cached_tokens
+    alone_s = predictor.predict_s(step)
+    step.add_prefill(new_tokens, cached_tokens)
+    together_s = predictor.predict_s(step)
+    step.undo()
+    own_s = prefill_alone_s(predictor, new_tokens - shared_tokens, cached_tokens + shared_tokens)
+    return alone_s + between_s + own_s <= together_s

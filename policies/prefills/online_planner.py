@@ -9,7 +9,7 @@ from echo_sgl.config import StepsConfig
 from echo_sgl.estimators.batch_time import StepEstimator, longest_prefill, prefill_alone_s
 from echo_sgl.policies.limits.step_limit import OnlineView, StepLimit
 from echo_sgl.policies.prefills.chunk_wait import ChunkWait
-from echo_sgl.policies.prefills.first_tokens import Joining, starts_later
+from echo_sgl.policies.prefills.first_tokens import Joining, starts_later, waits_for_prefix
 from echo_sgl.policies.prefills.gathering import Gathering
 
 # Online requests wait for others to start with in a queue that holds so many lots.
@@ -80,6 +80,19 @@ class OnlinePlanner:
             now_s=self.view.now_s,
             first_due_s=first_due_s,
             between_s=self.view.alone_s,
+        )
+
+    def online_waits_for_prefix(
+        self, shape: BatchShape, joining: Joining, shared_tokens: int
+    ) -> bool:
+        """Whether an online request is prefilled after the step that is `shape` so far, since that
+        computes `shared_tokens` of what it would, see `waits_for_prefix`.
+        """
+        if not (shared_tokens and self._is_known and self.limit.shares_online):
+            return False
+        between_s = self.view.alone_s
+        return waits_for_prefix(
+            self.estimator.upper, shape, joining, shared_tokens=shared_tokens, between_s=between_s
         )
 
     def _online_gathers(self) -> bool:

@@ -37,11 +37,14 @@ CONFIG: dict[str, Any] = {
 
 
 class Attempt(NamedTuple):
-    """How many requests each prefill step had; how long the first that waited did so."""
+    """How many requests each prefill step had, and how many tokens the last one; how long the first
+    that waited did so.
+    """
 
     num_prefills: list[int]
     answers: list[str]
     waited_s: float
+    last_tokens: int
 
 
 @pytest.fixture
@@ -81,8 +84,9 @@ def attempt(server, pair: list[dict[str, Any]], ttft_s: float) -> Attempt:
         return [*await first, *await second]
 
     answers = texts(asyncio.run(run()))
-    steps = [step["num_prefills"] for step in trace(server) if step["start_s"] > before_s]
-    return Attempt([num for num in steps if num], answers, waited_s)
+    steps = [step for step in trace(server) if step["start_s"] > before_s and step["num_prefills"]]
+    num_prefills = [step["num_prefills"] for step in steps]
+    return Attempt(num_prefills, answers, waited_s, steps[-1]["prefill_tokens"])
 
 
 def test_who_would_be_late_in_one_step_with_another_has_its_own(server, stock_texts):
@@ -110,3 +114,26 @@ def test_who_has_time_starts_in_one_step_with_another(server, stock_texts):
         return done.num_prefills == [PLACES, 2]
 
     wait_until(start_together, "they start together")
+
+
+def twins() -> Iterator[list[dict[str, Any]]]:
+    """Two questions about a text that nobody has in the cache."""
+    for number in itertools.count():
+        [text] = documents(1, 400, seed=500 + number)
+        yield [
+            completion(f"{text} one", 4, rid="short"),
+            completion(f"{text} other", 4, rid="long"),
+        ]
+
+
+def test_who_begins_like_another_finds_it_in_the_cache_a_step_later(server, stock_texts):
+    tries = twins()
+
+    def start_apart() -> bool:
+        pair = next(tries)
+        done = attempt(server, pair, 600.0)
+        assert done.answers == stock_texts(pair)
+        assert 2 not in done.num_prefills[1:]
+        return done.num_prefills == [PLACES, 1, 1] and done.last_tokens < 32
+
+    wait_until(start_apart, "the second one finds all but its last words")

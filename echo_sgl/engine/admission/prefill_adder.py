@@ -11,6 +11,11 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.engine.admission.room import RoomAdder
+from echo_sgl.engine.admission.shared_prefixes import (
+    MIN_SHARED_TOKENS,
+    begins_like,
+    shared_tokens,
+)
 from echo_sgl.engine.requests.places import queued
 from echo_sgl.engine.requests.refusals import Reason
 from echo_sgl.engine.requests.tasks import is_held_back, is_offline
@@ -19,8 +24,8 @@ from echo_sgl.policies.prefills.first_tokens import Joining
 if TYPE_CHECKING:
     from echo_sgl.engine.cache.kv_limits import KvLimits
 
-# A neighbour's prefix is worth one step's wait when it saves at least this much prefill.
-MIN_SHARED_TOKENS = 32
+# For a prefix that a step in flight computes, and for one beside it.
+MAX_PREFIX_WAITS = 3
 
 
 class EchoPrefillAdder(RoomAdder):
@@ -76,7 +81,7 @@ class EchoPrefillAdder(RoomAdder):
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
         with self.control.own_time:
-            if self._starts_later(req):
+            if self._starts_later(req) or self._waits_for_prefix(req):
                 return AddReqResult.OTHER
             chunk_tokens = self.control.planner.online_chunk_tokens(
                 self.shape,
@@ -101,6 +106,24 @@ class EchoPrefillAdder(RoomAdder):
             return False
         due_in_s = first_due_s - planner.view.now_s
         self.control.refuse(Reason.STEP, req.rid, first_due_in_s=due_in_s)
+        return True
+
+    def _waits_for_prefix(self, req: Req) -> bool:
+        """Whether it is sooner, or no later, once this step has computed what it shares with it."""
+        neighbours = (*self.inflight, *self.can_run_list)
+        if not neighbours or not self.tree_cache.supports_prefix_sharing():
+            return False
+        cached_tokens = _cached_tokens(req)
+        # Some look alike and share nothing, as embeddings in place of tokens: they wait in vain.
+        num_waits = getattr(req, "echo_prefix_waits", {}).get(cached_tokens, 0)
+        if num_waits >= MAX_PREFIX_WAITS:
+            return False
+        shared = shared_tokens(req, cached_tokens, neighbours, self.page_size)
+        joining = Joining(_new_tokens(req), cached_tokens, queued(req).due_s)
+        if not self.control.planner.online_waits_for_prefix(self.shape, joining, shared):
+            return False
+        req.echo_prefix_waits = {cached_tokens: num_waits + 1}
+        self.control.refuse(Reason.PREFIX, req.rid)
         return True
 
     def _fits_whole(self, req: Req, chunk_tokens: int) -> bool:
@@ -266,13 +289,7 @@ class EchoPrefillAdder(RoomAdder):
         most_tokens = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
         if num_tokens > most_tokens or not self.tree_cache.supports_prefix_sharing():
             return False
-        start = req.origin_input_ids[:num_tokens]
-        return any(
-            neighbour.origin_input_ids[:num_tokens] == start
-            and neighbour.extra_key == req.extra_key
-            and neighbour.cache_salt == req.cache_salt
-            for neighbour in (*self.inflight[-1:], *self.can_run_list[-1:])
-        )
+        return begins_like(req, num_tokens, (*self.inflight[-1:], *self.can_run_list[-1:]))
 
     def _charge_offline(self, num_tokens: int) -> None:
         if self.offline_tokens_left is not None:

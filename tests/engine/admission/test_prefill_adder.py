@@ -22,7 +22,7 @@ def adder(*, left: int | None, limit_tokens: int, page_size: int = 1) -> EchoPre
         online_chunk_tokens=lambda shape, max_tokens, **_: min(max_tokens, limit_tokens)
     )
     one.control = SimpleNamespace(planner=planner, own_time=OwnTime())
-    one.shape = BatchShape()
+    one.shape, one.can_run_list = BatchShape(), []
     one.rem_chunk_tokens, one.page_size = left, page_size
     one._add_chunk = lambda *args: AddReqResult.CONTINUE
     return one

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.config import SloConfig
-from echo_sgl.policies.prefills.first_tokens import Joining, starts_later
+from echo_sgl.policies.prefills.first_tokens import Joining, starts_later, waits_for_prefix
 from tests.policies.plans import NOW_S, Clockwork, Unknown, begin, planner
 
 # 1 ms a token, see `Clockwork`.
@@ -123,3 +123,62 @@ def test_where_nobody_is_promised_a_first_token_all_start_together():
     plan = begin(planner(slo=SloConfig(tpot_s=0.1)), waiting=2)
     joining = Joining(SECOND_TOKENS, 0, NOW_S)
     assert not plan.online_starts_later(step(FIRST_TOKENS), joining, first_due_s=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("shared_tokens", "between_s", "waits"),
+    [
+        (20, 0.0199, True),  # 30 and 30 ms apart, 80 together
+        (20, 0.0201, False),  # decodes between the two take what it saves
+        (49, 0.0489, True),
+    ],
+)
+def test_who_begins_like_another_waits_where_it_ends_no_later(shared_tokens, between_s, waits):
+    shape = step(FIRST_TOKENS)
+    before = shape.row()
+    asked_s = {"shared_tokens": shared_tokens, "between_s": between_s}
+    joining = Joining(SECOND_TOKENS, 0, NOW_S)
+    assert waits_for_prefix(Clockwork(), shape, joining, **asked_s) is waits
+    assert shape.row() == before
+
+
+class Attentive(Clockwork):
+    """10 ms a step, and 10 us for each pair of a new token and one before it."""
+
+    def predict_s(self, step):
+        return 0.010 + 1e-5 * step.prefill_area
+
+
+def test_what_is_shared_is_still_attended_to():
+    """A hundred tokens behind 900: 190,000 pairs, 1.9 s, of the million that they are together."""
+    shape, joining = step(1000), Joining(1000, 0, NOW_S)
+    alone_s, together_s, own_s = 10.01, 20.01, 1.91
+    spare_s = together_s - alone_s - own_s
+    for between_s, waits in ((spare_s - 0.001, True), (spare_s + 0.001, False)):
+        asked_s = {"shared_tokens": 900, "between_s": between_s}
+        assert waits_for_prefix(Attentive(), shape, joining, **asked_s) is waits
+
+
+@pytest.mark.parametrize(
+    ("steps", "waits"),
+    [
+        ({}, True),
+        ({"shared_tokens": 0}, False),
+        ({"places": 3}, False),  # they decode between the two, for 30 ms
+        ({"places": 1}, True),
+        ({"split_online": False}, False),
+        ({"ttft_margin": 0.0}, False),
+        ({"slo": SloConfig(), "limit": "relative"}, True),
+        ({"slo": SloConfig(), "limit": "relative", "split_online": False}, False),
+        ({"limit": "budget"}, False),
+        ({"limit": "off"}, False),
+        ({"estimator": Unknown()}, False),
+    ],
+)
+def test_echo_computes_what_online_requests_share_once(steps, waits):
+    steps = {"shared_tokens": 20, "places": 0, "estimator": None, "slo": None, **steps}
+    shared_tokens, places = steps.pop("shared_tokens"), steps.pop("places")
+    plan = planner(steps.pop("estimator"), slo=steps.pop("slo"), **steps)
+    begin(plan, decodes=places, due_in_s=50.0, waiting=2)
+    joining = Joining(SECOND_TOKENS, 0, NOW_S + 5.0)
+    assert plan.online_waits_for_prefix(step(FIRST_TOKENS), joining, shared_tokens) is waits
