@@ -11,9 +11,9 @@ from enum import Enum, auto
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.policies.order.candidates import Candidate, Victims, length_bucket, mean_bucket, rank
-from echo_sgl.policies.prefills.first_tokens import Joining
+from echo_sgl.policies.prefills.first_tokens import MIN_SHARED_TOKENS, Joining
 from echo_sgl.sim.scheduler import SimScheduler, StepPlan
-from echo_sgl.sim.shared_prefixes import MIN_SHARED_TOKENS, begins_like, shared_tokens
+from echo_sgl.sim.shared_prefixes import begins_like, shared_tokens
 from echo_sgl.sim.workload import SimRequest
 
 # As in the engine: see `weighing`.
@@ -369,6 +369,8 @@ class PrefillPass:
             self._shape, Joining(most, cached_tokens, due_s), first_due_s=self._first_due_s
         ):
             return True
+        if not planner.shares_online:
+            return False
         neighbours = [one for one, _, _ in self._prefills] + self._scheduler.launched
         shared = shared_tokens(request, cached_tokens, neighbours, self._page)
         joining = Joining(need, cached_tokens, due_s)

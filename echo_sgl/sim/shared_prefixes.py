@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import takewhile
 
+from echo_sgl.policies.prefills.first_tokens import MIN_SHARED_TOKENS
 from echo_sgl.sim.workload import SimRequest
-
-MIN_SHARED_TOKENS = 32
 
 
 def begins_like(request: SimRequest, num_tokens: int, neighbours: Iterable[SimRequest]) -> bool:

@@ -20,6 +20,9 @@ from typing import NamedTuple
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.estimators.batch_time import StepPredictor, prefill_alone_s
 
+# A neighbour's prefix is worth one step's wait when it saves at least this much prefill.
+MIN_SHARED_TOKENS = 32
+
 
 class Joining(NamedTuple):
     """An online request that could join a prefill step: its chunk there, and when its next token is

@@ -82,13 +82,18 @@ class OnlinePlanner:
             between_s=self.view.alone_s,
         )
 
+    @property
+    def shares_online(self) -> bool:
+        """Whether it matters what online requests share that begin alike."""
+        return self._is_known and self.limit.shares_online
+
     def online_waits_for_prefix(
         self, shape: BatchShape, joining: Joining, shared_tokens: int
     ) -> bool:
         """Whether an online request is prefilled after the step that is `shape` so far, since that
         computes `shared_tokens` of what it would, see `waits_for_prefix`.
         """
-        if not (shared_tokens and self._is_known and self.limit.shares_online):
+        if not (shared_tokens and self.shares_online):
             return False
         between_s = self.view.alone_s
         return waits_for_prefix(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from echo_sgl.sim.load_sweep import LoadPoint
     from echo_sgl.sim.planner import Plan, Resource
     from echo_sgl.sim.server_config import ServerConfig
+    from echo_sgl.sim.trace_columns import TraceFile
     from echo_sgl.sim.workload import Trace
 
 NOT_KEPT_EXIT = 1
@@ -26,7 +27,9 @@ MAX_RESOURCES = 100
 MAX_LOADS = 20
 
 
-TraceFile = Annotated[Path, typer.Option(help="Online requests: Azure, BurstGPT, Mooncake or own.")]
+OnlineTrace = Annotated[
+    Path, typer.Option(help="Online requests: Azure, BurstGPT, Mooncake or own.")
+]
 Profiles = Annotated[
     list[Path], typer.Option(help="Written by echo-sgl calibrate; one for each device to try.")
 ]
@@ -60,7 +63,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
-    trace: TraceFile,
+    trace: OnlineTrace,
     profile: Profiles,
     slo: Slo,
     jobs: Jobs = None,
@@ -88,12 +91,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     Exit code 1: no hardware that was tried keeps the SLO, or not with the offline work beside it.
     """
-    from rich.console import Console
-
     from echo_sgl.cli.planning.plan_picture import draw_picture
     from echo_sgl.cli.tuning.budget import read_slo
     from echo_sgl.config import load_config, resolve_config_path
-    from echo_sgl.sim.trace_files import read_trace_file
 
     targets = read_slo(slo)
     given = load_config(resolve_config_path(config))
@@ -103,9 +103,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     prices = _prices(price_per_hour, tuple(measured))
     resources = _resources(kv_tokens, instances, tuple(measured))
     _check_reserve(echo, resources, page_tokens)
-    with Console(stderr=True).status(f"reading {trace.name}"):  # ten seconds a million requests
-        read = read_trace_file(trace, skip_empty=skip_empty)
-        offline = _offline_work(jobs, job_output_tokens)
+    read, offline = _read(trace, jobs, job_output_tokens, skip_empty=skip_empty)
     settings = {
         "page_tokens": page_tokens,
         "max_running_requests": max_running_requests,
@@ -121,6 +119,19 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     if picture is not None:
         draw_picture(picture, points)
     _exit(found)
+
+
+def _read(
+    trace: Path, jobs: Path | None, job_output_tokens: int, *, skip_empty: bool
+) -> tuple[TraceFile, Trace]:
+    """Both kinds of work; ten seconds a million requests."""
+    from rich.console import Console
+
+    from echo_sgl.sim.trace_files import read_trace_file
+
+    with Console(stderr=True).status(f"reading {trace.name}"):
+        read = read_trace_file(trace, skip_empty=skip_empty)
+        return read, _offline_work(jobs, job_output_tokens)
 
 
 def _picture_loads(picture: Path | None, loads: str, echo: EchoConfig) -> tuple[float, ...]:

@@ -11,15 +11,11 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.batch_shape import BatchShape
 from echo_sgl.engine.admission.room import RoomAdder
-from echo_sgl.engine.admission.shared_prefixes import (
-    MIN_SHARED_TOKENS,
-    begins_like,
-    shared_tokens,
-)
+from echo_sgl.engine.admission.shared_prefixes import begins_like, shared_tokens
 from echo_sgl.engine.requests.places import queued
 from echo_sgl.engine.requests.refusals import Reason
 from echo_sgl.engine.requests.tasks import is_held_back, is_offline
-from echo_sgl.policies.prefills.first_tokens import Joining
+from echo_sgl.policies.prefills.first_tokens import MIN_SHARED_TOKENS, Joining
 
 if TYPE_CHECKING:
     from echo_sgl.engine.cache.kv_limits import KvLimits
@@ -110,8 +106,8 @@ class EchoPrefillAdder(RoomAdder):
 
     def _waits_for_prefix(self, req: Req) -> bool:
         """Whether it is sooner, or no later, once this step has computed what it shares with it."""
-        neighbours = (*self.inflight, *self.can_run_list)
-        if not neighbours or not self.tree_cache.supports_prefix_sharing():
+        planner, neighbours = self.control.planner, (*self.inflight, *self.can_run_list)
+        if not (neighbours and planner.shares_online and self.tree_cache.supports_prefix_sharing()):
             return False
         cached_tokens = _cached_tokens(req)
         # Some look alike and share nothing, as embeddings in place of tokens: they wait in vain.
@@ -120,7 +116,7 @@ class EchoPrefillAdder(RoomAdder):
             return False
         shared = shared_tokens(req, cached_tokens, neighbours, self.page_size)
         joining = Joining(_new_tokens(req), cached_tokens, queued(req).due_s)
-        if not self.control.planner.online_waits_for_prefix(self.shape, joining, shared):
+        if not planner.online_waits_for_prefix(self.shape, joining, shared):
             return False
         req.echo_prefix_waits = {cached_tokens: num_waits + 1}
         self.control.refuse(Reason.PREFIX, req.rid)

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from sglang.srt.managers.schedule_batch import Req
 
 from echo_sgl.engine.cache.node_path import namespace_of
-
-# A neighbour's prefix is worth one step's wait when it saves at least this much prefill.
-MIN_SHARED_TOKENS = 32
+from echo_sgl.policies.prefills.first_tokens import MIN_SHARED_TOKENS
 
 
 def begins_like(req: Req, num_tokens: int, neighbours: Iterable[Req]) -> bool:
@@ -29,11 +27,11 @@ def shared_tokens(req: Req, cached_tokens: int, neighbours: Iterable[Req], page_
     most_tokens = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
     ids, longest = req.origin_input_ids, 0
     for other in neighbours:
-        if not _may_share(req, other):
-            continue
         # Of one between chunks, what it will have computed; of one set aside since, nothing more.
         end = min(most_tokens, other.extend_end or 0, len(ids))
-        longest = max(longest, _common_tokens(ids, other.origin_input_ids, cached_tokens, end))
+        common = _common_tokens(ids, other.origin_input_ids, cached_tokens, end)
+        if common > longest and _may_share(req, other):
+            longest = common
     shared = longest // page_size * page_size - cached_tokens
     return shared if shared >= MIN_SHARED_TOKENS else 0
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from echo_sgl.engine.admission.prefill_adder import MAX_PREFIX_WAITS
-from echo_sgl.engine.admission.shared_prefixes import MIN_SHARED_TOKENS, shared_tokens
+from echo_sgl.engine.admission.shared_prefixes import shared_tokens
 from echo_sgl.engine.requests.refusals import Reason
-from echo_sgl.policies.prefills.first_tokens import Joining
+from echo_sgl.policies.prefills.first_tokens import MIN_SHARED_TOKENS, Joining
 from tests.engine.admission.test_prefill_adder import adder
 
 few = st.integers(0, 3 * MIN_SHARED_TOKENS)
@@ -69,8 +69,11 @@ def test_other_salts_share_nothing():
 
 
 @pytest.mark.parametrize("where", ["inflight", "can_run_list"])
-@pytest.mark.parametrize(("has_tree", "waits"), [(True, True), (False, False)])
-def test_who_begins_like_another_ends_the_pass_and_is_told_why(where, has_tree, waits):
+@pytest.mark.parametrize(
+    ("has_tree", "shares", "waits"),
+    [(True, True, True), (False, True, False), (True, False, False)],
+)
+def test_who_begins_like_another_ends_the_pass_and_is_told_why(where, has_tree, shares, waits):
     one, asked, told = adder(left=512, limit_tokens=512), [], []
     one.tree_cache = SimpleNamespace(supports_prefix_sharing=lambda: has_tree)
     one.control.refuse = lambda *args, **facts: told.append((*args, facts))
@@ -80,6 +83,7 @@ def test_who_begins_like_another_ends_the_pass_and_is_told_why(where, has_tree, 
         return True
 
     one.control.planner.online_waits_for_prefix = wait
+    one.control.planner.shares_online = shares
     setattr(one, where, [request([1] * 100)])
     result = one._add_online(request([1] * 90 + [2] * 60, cached=20), False, None)
     assert result is (AddReqResult.OTHER if waits else AddReqResult.CONTINUE)
@@ -92,6 +96,7 @@ def test_who_waited_and_found_nothing_waits_no_more():
     one.tree_cache = SimpleNamespace(supports_prefix_sharing=lambda: True)
     one.control.refuse = lambda *args, **facts: told.append(args)
     one.control.planner.online_waits_for_prefix = lambda shape, joining, shared: True
+    one.control.planner.shares_online = True
     one.can_run_list = [request([1] * 200)]
     req = request([1] * 190)
     results = [one._add_online(req, False, None) for _ in range(MAX_PREFIX_WAITS + 1)]
