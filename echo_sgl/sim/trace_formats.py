@@ -38,7 +38,8 @@ class Format:
 
 
 CSV_FORMATS = (
-    Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    # Images are among the tokens of a context.
+    Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", ("NumImages",)),
     Format(
         "BurstGPT",
         "Timestamp",

@@ -19,6 +19,10 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109
 """
+AZURE_IMAGES = """TIMESTAMP,NumImages,ContextTokens,GeneratedTokens
+2024-10-15 00:00:01.250000,0,374,44
+2024-10-15 00:00:02.500000,2,1396,109
+"""
 BURST_GPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log
 45,GPT-4,1087,230,1317,API log
@@ -61,6 +65,7 @@ def written(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
         (MOONCAKE, "t.ndjson", "Mooncake", [0.0, 2.0]),
         ("\ufeff\n " + MOONCAKE, "T.JSONL", "Mooncake", [0.0, 2.0]),
         (AZURE, "t.json.csv", "Azure", [0.0, 4.314579]),
+        (AZURE_IMAGES, "t.csv", "Azure", [0.0, 1.25]),
     ],
 )
 def test_a_known_format_is_told_by_its_columns(
