@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,14 +22,17 @@ from echo_sgl.engine.steps.step_log import StepNote
 
 DEFAULT_CAPACITY = 20_000
 NUM_FIRST = 12
+# What other threads of a step may have spun for while one was without its core, each time; some of
+# what they did was the step's own work however often that was.
+SPIN_S, LEAST_OWN_SHARE = 0.004, 0.01
 
 
 class StepTimer:
     """Times the step that `expect` announced; steps that nobody announced are not kept.
 
     Units: seconds. Reading is cheap and forgets nothing: `records` are the last `capacity`.
-    `first_busy_s`: what the first steps cost this thread, whoever else had its core; infinite where
-    a device runs them.
+    `first_busy_s`: what the first steps cost this thread at least, whoever else had the cores;
+    infinite where a device runs them.
     """
 
     def __init__(
@@ -61,13 +65,14 @@ class StepTimer:
         (row, note), self._expected = self._expected, (None, None)
         outer = self._inner.wrap(metadata) if self._inner is not None else contextlib.nullcontext()
         with outer:
-            busy_s, start = time.thread_time(), self._mark()
+            is_first = row is not None and len(self.first_busy_s) < NUM_FIRST
+            busy = _Busy() if is_first else None
+            start = self._mark()
             yield
             if row is not None:
                 self._running.append((row, note, start, self._mark()))
-                if len(self.first_busy_s) < NUM_FIRST:
-                    spent_s = time.thread_time() - busy_s
-                    self.first_busy_s.append(math.inf if self._on_device else spent_s)
+            if busy is not None:
+                self.first_busy_s.append(math.inf if self._on_device else busy.least_s())
 
     def records(self) -> list[tuple[BatchRow, float]]:
         """The last steps that are over, oldest first."""
@@ -92,6 +97,24 @@ class StepTimer:
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
+
+
+class _Busy:
+    """What this thread does from now on."""
+
+    def __init__(self) -> None:
+        self._start_s, self._num_preempted = time.thread_time(), _num_preempted()
+
+    def least_s(self) -> float:
+        """Without what it spun for while other threads of the step were without their cores."""
+        spent_s = time.thread_time() - self._start_s
+        spun_s = SPIN_S * (_num_preempted() - self._num_preempted)
+        return max(LEAST_OWN_SHARE * spent_s, spent_s - spun_s)
+
+
+def _num_preempted() -> int:
+    """How often a thread of this process had to leave its core to somebody."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def row_of_batch(batch: Any) -> BatchRow | None:

@@ -8,12 +8,14 @@ import csv
 import io
 import math
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from echo_sgl.batch_shape import BatchRow, StepKind
+from echo_sgl.engine.steps import step_timing
 from echo_sgl.engine.steps.step_log import StepNote
 from echo_sgl.engine.steps.step_timing import NUM_FIRST, StepTimer, row_of_batch
 from eval.servers.server import LOCAL
@@ -58,6 +60,24 @@ def test_the_first_steps_tell_for_how_long_they_were_run_and_not_when_others_wer
         busy_s < time_s
         for busy_s, (_, time_s) in zip(timer.first_busy_s, timer.records(), strict=False)
     )
+
+
+def test_threads_that_spin_while_others_have_the_cores_do_not_count(monkeypatch):
+    """As where several servers warm up at once: each step takes many times its own work."""
+    spent_s, preempted = iter([1.0, 1.1, 2.0, 2.1]), iter([5, 15, 15, 115])
+    monkeypatch.setattr(
+        step_timing,
+        "time",
+        SimpleNamespace(thread_time=lambda: next(spent_s), perf_counter=time.perf_counter),
+    )
+    usage = lambda who: SimpleNamespace(ru_nivcsw=next(preempted))  # noqa: E731
+    monkeypatch.setattr(step_timing, "resource", SimpleNamespace(getrusage=usage, RUSAGE_SELF=0))
+    timer = StepTimer()
+    for _ in range(2):
+        timer.expect(ROW)
+        with timer.wrap({"category": "decode"}):
+            pass
+    assert timer.first_busy_s == pytest.approx([0.06, 0.001])
 
 
 def test_on_an_accelerator_a_step_takes_what_its_events_tell(monkeypatch):
