@@ -42,7 +42,8 @@ def test_the_first_turn_sets_the_rate_of_the_next(stock_server: Server, tiny_mod
     assert set(row) == set(FIGURES)
     assert 0 <= row["kept"] <= 1
     assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
-    assert 0 < row["tpot_p50_ms"] <= row["tpot_p99_ms"]
+    # Short answers may be there at once where the client waits for a core.
+    assert 0 <= row["tpot_p50_ms"] <= row["tpot_p99_ms"]
     assert measure_turn(stock_server, traffic, OPTIONS, 1, rate_rps)[1] == rate_rps
 
 
