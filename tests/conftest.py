@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -29,26 +30,38 @@ settings.load_profile("same-examples")
 GROUPS = (
     (
         "engine/test_scheduler",
-        "engine/test_cache_manager",
-        "engine/test_metrics",
+        "engine/cache/test_cache_manager",
+        "engine/cache/test_host_tier",
+        "engine/metrics/",
         "engine/test_server_kits",
-        "engine/test_step_timing",
-        "engine/test_tasks",
+        "engine/steps/test_step_timing",
+        "engine/requests/test_tasks",
         "engine/test_traffic",
-        "engine/test_turns",
-        "eval/test_load",
+        "engine/http/",
+        "engine/test_gathering",
+        "engine/test_peer_rules",
+        "eval/load/test_client",
         "eval/test_online_only",
     ),
-    ("engine/test_steps", "engine/test_faults"),
+    (
+        "engine/test_steps",
+        "engine/test_faults",
+        "engine/requests/test_places",
+        "engine/test_first_tokens",
+    ),
     ("cli/", "engine/test_batch_service"),
-    ("cpu/test_server",),
-    ("engine/test_pool_lifecycle",),
     ("engine/test_switch",),
+    ("engine/test_pool_lifecycle",),
+    ("cpu/test_server",),
     ("configs/test_grafana",),
     ("engine/test_explain",),
-    ("engine/test_estimation",),
+    ("engine/steps/test_estimation",),
+    ("sim/test_kept_memory",),
     ("batches/test_embeddings",),
 )
+for _name in itertools.chain(*GROUPS):
+    if not any(Path(__file__).parent.glob(f"{_name}*")):
+        raise pytest.UsageError(f"tests/conftest.py groups {_name!r}, which is not there any more")
 # Within a group, tests run by the server that they need, so that none starts twice. Texts of the
 # stock server are asked for all along.
 SERVERS = (

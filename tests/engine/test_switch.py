@@ -103,7 +103,7 @@ def test_an_engine_that_does_not_fit_stops_the_process(change, server_for):
 
 
 def test_doctor_prints_the_same_check_without_a_server(server_for):
-    good = run("-m", "echo_sgl.cli", "doctor", "--json")
+    good = run("-m", "echo_sgl.cli", "doctor", "--json", zygote=server_for.zygote)
     assert good.returncode == 0
     assert json.loads(good.stdout)["ok"] is True
     command = ("-m", "echo_sgl.cli", "doctor", "--config", "nope.toml")

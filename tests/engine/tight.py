@@ -43,8 +43,10 @@ def parks(server) -> float:
 
 
 def learn(server) -> None:
-    """Let the estimator see enough steps of each kind to be fitted."""
-    alone = [completion(text, 30, **FLEX) for text in documents(8, 120, seed=22)]
+    """Let the estimator see enough steps of each kind to be fitted, and batches of all sizes: on a
+    quiet machine requests of one length would start and end together."""
+    texts_of_job = enumerate(documents(8, 120, seed=22))
+    alone = [completion(text, 16 + 4 * number, **FLEX) for number, text in texts_of_job]
     wait_until(
         lambda: (
             {answer.status_code for answer in asyncio.run(send_all(server, alone))} == {200}

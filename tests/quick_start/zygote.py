@@ -187,10 +187,10 @@ def _become(fork: dict[str, Any], fds: list[int]) -> None:
         for target, fd in enumerate(fds, start=1):
             os.dup2(fd, target)
             os.close(fd)
-        _bear_own_zygote()
         os.execv = lambda _, argv: _run(argv[1:])
     else:
         _renumber(dict(zip(fds, fork["numbers"], strict=True)))
+    _bear_own_zygote()
     _run(fork["arguments"])
 
 

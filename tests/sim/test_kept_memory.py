@@ -9,7 +9,7 @@ from echo_sgl.sim.server import SimServer
 from tests.sim.workloads import SLO, offline_trace, online_trace, server
 
 # The more there were, the fuller are buffers that have a bound; these were filled by the fewer.
-FEW, MANY = 2000, 4000
+FEW, MANY = 1500, 3000
 NUM_LINES = 500
 OURS = ("*/policies/*", "*/estimators/*", "*/batch_shape.py")
 

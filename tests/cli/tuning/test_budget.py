@@ -252,14 +252,14 @@ def test_a_replay_on_a_real_server_times_every_request(server: Server):
 @pytest.mark.server
 def test_the_longest_request_that_a_server_takes_is_sent_as_it_is(server: Server) -> None:
     """One that is longer is sent as long as that; neither is refused, as one more token is."""
-    trace = lengths((10**6, 10**6), (30, 10**6))
+    trace = lengths((10**6, 10**6), (7800, 10**6))
     replayer = Replayer(server.url, None, trace, jobs=None, speed=1.0, rng=random.Random(0))
     longest, answer = replayer.load.online_bodies()
     replayer.measure(0.0, parse_slo("ttft_p99=100s"))
     facts = replayer.server
     most = min(facts["max_context_tokens"], facts["max_total_tokens"])
     assert len(longest["input_ids"]) == most - 7
-    assert answer["sampling_params"]["max_new_tokens"] == most - 2 - 30
+    assert answer["sampling_params"]["max_new_tokens"] == most - 2 - 7800
     refused = longest | {"input_ids": [*longest["input_ids"], 20, 20], "stream": False}
     assert LOCAL.post(f"{server.url}/generate", json=refused, timeout=60).status_code == 400
 

@@ -22,10 +22,10 @@ from echo_sgl.cli.watching.steps import StepsError
 from echo_sgl.estimators.batch_time import create_batch_time
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.profile import Profile, load_profile, save_profile
-from eval.servers.models import demo_model
-from eval.servers.server import CPU_ARGS, LOCAL, Server, running_server
+from eval.servers.server import LOCAL, Server
 from tests.cli.conftest import StartCli
 from tests.cli.jobs import run_cli
+from tests.servers import ServerPool
 
 FORGETS = '"POST /echo/forget-traffic HTTP/1.1" 200'
 SERVER: dict[str, Any] = {
@@ -323,18 +323,14 @@ def test_a_file_that_is_no_profile_is_never_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-def test_a_server_started_with_calibrate_writes_the_profile_and_serves_on(tmp_path: Path) -> None:
+def test_a_server_started_with_calibrate_writes_the_profile_and_serves_on(
+    server_for: ServerPool, tmp_path: Path
+) -> None:
     profile, config = tmp_path / "profile.json", tmp_path / "echo.toml"
     config.write_text(f'[estimator]\nprofile = "{profile}"\nmodel = "linear"\n')
-    args = (*CPU_ARGS, "--max-total-tokens", "20000", "--api-key", "secret")
+    args = ("--max-total-tokens", "20000", "--api-key", "secret")
     calibrate = ("--calibrate", "--calibrate-seconds", "10")
-    with running_server(
-        demo_model("tiny"),
-        (*args, *calibrate),
-        config=config,
-        env={"OMP_NUM_THREADS": "1"},
-        log_path=tmp_path / "server.log",
-    ) as server:
+    with server_for.once((*args, *calibrate), config=config) as server:
         deadline_s, seen = time.monotonic() + 600, ""
         while not profile.exists():
             assert server.process.poll() is None and time.monotonic() < deadline_s, server.log()
