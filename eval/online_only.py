@@ -54,7 +54,7 @@ class OnlineOnlyOptions:
     """What is measured."""
 
     name: str = option("online-only", "folder under eval/results/ that takes the results")
-    model: str = option("base", "demo model size (tiny, small, base), shape, folder or hub id")
+    model: str = option("base", "demo model (tiny, small, base, large), shape, folder or hub id")
     rounds: int = option(5, "turns of each server", 1)
     requests: int = option(160, "of the closed loop in each turn", 20)
     window: int = option(32, "of them in flight", 1)

@@ -85,7 +85,7 @@ class CorunOptions:
 
     name: str = option("corun", "folder under eval/results/ that takes the results")
     arms: str = option(",".join(ARMS), "comma list of arms, the first is the base of the ratios")
-    model: str = option("base", "demo model size (tiny, small, base), folder or hub id")
+    model: str = option("base", "demo model (tiny, small, base, large), folder or hub id")
     trace: str = option("azure_conv_2023.csv.gz", "CSV of arrivals: path or real workload's name")
     trace_start_s: float = option(0.0, "where in the trace to start, in its own time", 0)
     time_scale: float = option(0.0, "stretch of the trace's gaps; 0: taken from --rate-rps", 0)

@@ -33,7 +33,7 @@ class OwnTimeOptions:
     """What is measured."""
 
     name: str = option("own-time", "folder under eval/results/ that takes the results")
-    model: str = option("base", "demo model size (tiny, small, base), shape, folder or hub id")
+    model: str = option("base", "demo model (tiny, small, base, large), shape, folder or hub id")
     server_args: str = option("", "more arguments for the server, as one string")
     jobs: int = option(len(JOBS), "how many of the jobs of eval.bench.steps", 1)
 

@@ -1,6 +1,6 @@
 """How wrong each batch-time model is on live traffic that its calibration did not see.
 
-    python -m eval.step_times --sizes tiny,small,base
+    python -m eval.step_times --sizes small,base,large
 
 Per model size: calibrate an idle server (`echo-sgl calibrate`'s own code), then play mixed
 online and offline traffic and judge every model by the steps that came of it: as calibrated,
@@ -235,7 +235,7 @@ _OPTIONAL = ("held_out_mape", "live_mape", "scatter", "coverage")
 def main(argv: list[str]) -> None:
     """Measure all sizes, or judge steps that are there; print and write the summary."""
     parser = argparse.ArgumentParser(prog="python -m eval.step_times", description=__doc__)
-    parser.add_argument("--sizes", default="tiny,small,base")
+    parser.add_argument("--sizes", default="small,base,large")
     parser.add_argument("--server-args", default=SERVER_ARGS)
     parser.add_argument("--calibrate-s", type=positive, default=60.0)
     parser.add_argument("--live-s", type=positive, default=45.0)

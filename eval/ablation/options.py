@@ -50,7 +50,7 @@ class AblationOptions:
         "comma list; settings: echo:steps.limit=off:...",
     )
     settings: str = option("", "config of all Echo arms, e.g. estimator.profile=FILE,...")
-    model: str = option("base", "demo model size (tiny, small, base), folder or hub id")
+    model: str = option("base", "demo model (tiny, small, base, large), folder or hub id")
     repetitions: int = option(5, "runs of each arm; their order alternates", 1)
     rounds: int = option(1, "of them in a row on the same servers, with the same promises", 1)
     resume: bool = option(False, "go on with an interrupted run of the same name")

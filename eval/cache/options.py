@@ -32,7 +32,7 @@ class CacheOptions:
         "comma list of arms; known are " + ", ".join(CACHE_ARMS),
     )
     settings: str = option("", "config of all Echo arms, e.g. cache.protected_share=0.4,...")
-    size: str = option("tiny", "demo model size: tiny, small or base")
+    size: str = option("tiny", "demo model size: tiny, small, base or large")
     jobs: str = option(
         "qmsum,loogle", "comma list of qmsum, loogle, bbh, mmlu, or text sets by name or path"
     )

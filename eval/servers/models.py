@@ -51,6 +51,7 @@ SIZES = {
     "tiny": ModelSize(64, 192, 2, 4, 2),
     "small": ModelSize(256, 704, 4, 8, 4),
     "base": ModelSize(384, 1024, 6, 6, 2),
+    "large": ModelSize(512, 1408, 8, 8, 2),
 }
 
 

@@ -47,7 +47,7 @@ def test_the_chat_template_ends_where_the_assistant_begins(tiny_model: Path) -> 
 
 
 def test_an_unknown_size_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="allowed are tiny, small, base"):
+    with pytest.raises(ValueError, match="allowed are tiny, small, base, large"):
         demo_model("huge")
 
 
