@@ -12,13 +12,12 @@ import pytest
 from eval.servers.server import LOCAL
 from tests.cli.jobs import run_cli
 from tests.cli.watching.test_trace_events import check_format
-from tests.engine.tight import num_running
+from tests.engine.tight import learn, num_running
 from tests.engine.traffic import (
     FLEX,
     completion,
     documents,
     is_idle,
-    metric,
     post,
     send_all,
     until,
@@ -311,15 +310,3 @@ def test_the_trace_has_predicted_and_true_times(server, tmp_path):
 
 def num_measured(steps: list[dict[str, Any]]) -> int:
     return sum(step["time_s"] is not None for step in steps)
-
-
-def learn(server) -> None:
-    """Let the estimator see enough steps of each kind to be fitted."""
-    bodies = [completion(text, 30, **FLEX) for text in documents(8, 60, seed=22)]
-    wait_until(
-        lambda: (
-            {answer.status_code for answer in asyncio.run(send_all(server, bodies))} == {200}
-            and metric(server, "echo_sgl_step_time_refits_total") > 0
-        ),
-        "the estimator is fitted",
-    )
