@@ -97,7 +97,7 @@ def check_chunks_beside_online_decodes(server: Server) -> None:
     assert len(short) <= len(offline) + interrupted
 
 
-@pytest.mark.parametrize("num_lines", [600, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_lines", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_large_pool_survives_aborts_and_a_flush(server_for, write_config, num_lines):
     num_left, most = num_lines - 100, num_lines + 10
     config = write_config(max_running_requests=1, order="fcfs", max_pool_requests=most)

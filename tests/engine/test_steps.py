@@ -253,8 +253,8 @@ def test_long_online_prompts_are_cut_one_after_the_other(tight_server, stock_tex
 @pytest.mark.parametrize(
     ("variant", "num_steps"),
     [
-        ((), 300),
-        (MIXED_IN_TURN, 300),
+        ((), 150),
+        (MIXED_IN_TURN, 150),
         pytest.param(("--enable-mixed-chunk",), 300, marks=pytest.mark.slow),
         pytest.param(("--disable-overlap-schedule",), 300, marks=pytest.mark.slow),
         pytest.param((), 1000, marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ from tests.sim.workloads import SLO, offline_trace, online_trace, server
 
 # The more there were, the fuller are buffers that have a bound; these were filled by the fewer.
 FEW, MANY = 1500, 3000
-NUM_LINES = 500
+NUM_LINES = 100
 OURS = ("*/policies/*", "*/estimators/*", "*/batch_shape.py")
 
 
