@@ -137,6 +137,12 @@ class KvPool:
         request.node, request.protected_tokens = node, num_tokens
         self.private_tokens += self._private_of(request) - before
 
+    def retract(self, request: SimRequest) -> None:
+        """Let go of one that comes back to what it computed."""
+        self.release(request)
+        if not request.is_offline:
+            self.tree.await_return(request.blocks)
+
     def release(self, request: SimRequest) -> None:
         """Put all that a request computed into the tree, and let go of it."""
         held, path_tokens = request.held_tokens, sum(request.sizes)

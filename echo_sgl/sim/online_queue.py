@@ -58,6 +58,14 @@ class OnlineQueue(deque[SimRequest]):
             for one in islice(self, MAX_SUMMED)
         )
 
+    def kept_tokens(self, request: SimRequest) -> int:
+        """What the tree keeps for those that gave their places away, but for this one."""
+        return sum(
+            one.seq_tokens
+            for one in islice(self, MAX_SUMMED)
+            if one.waiting_since_s is not None and one is not request
+        )
+
     def due_s(self, request: SimRequest) -> float:
         """When a request's next token is due."""
         return self._promise.due_s(request.num_outputs, request.arrival_s, request.first_token_s)

@@ -216,7 +216,8 @@ class PrefillPass:
         scheduler = self._scheduler
         if scheduler.retract_first():
             return True
-        has_memory = self._needed_tokens(request) <= self._rem_total_tokens()
+        kept_tokens = scheduler.waiting.kept_tokens(request)
+        has_memory = self._needed_tokens(request) + kept_tokens <= self._rem_total_tokens()
         return has_memory and scheduler.gives_way(request)
 
     def _can_make_room(self, request: SimRequest) -> bool:

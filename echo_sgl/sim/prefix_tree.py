@@ -138,6 +138,14 @@ class PrefixTree:
         self._use(child, task)
         return child, child.num_tokens
 
+    def await_return(self, blocks: array[int]) -> None:
+        """Somebody online was retracted who comes back to this path."""
+        node = self._descend(blocks)[0]
+        if node is not self.root:
+            self.working_set.use(node.number, node.num_tokens, self.now_s, is_awaited=True)
+            if node.number in self._leaves:
+                self._unsettle(node.number)
+
     def lock(self, node: Node) -> None:
         """Keep a path from eviction, once more."""
         walk: Node | None = node

@@ -310,7 +310,7 @@ class SimScheduler(SimDecodeControl):
             return False
         request = online.members[rid]
         online.remove(request)
-        self.kv.release(request)
+        self.kv.retract(request)
         request.waiting_since_s = self.now_s
         self.results.num_given_places += 1
         queue.add(request)
@@ -377,7 +377,7 @@ class SimScheduler(SimDecodeControl):
         self._release(request)
 
     def _release(self, request: SimRequest) -> None:
-        self.kv.release(request)
+        self.kv.retract(request)
         request.waiting_since_s = None
         self.is_full = False
         self.results.num_retractions += 1

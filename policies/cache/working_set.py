@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import takewhile
 
 # The ratio of the last requests, the newest weighing most; 1 before the first.
 _HIT_RATIO_REQUESTS = 32
@@ -18,6 +19,7 @@ class _Use:
 
     last_use_s: float
     num_tokens: dict[int, int]
+    is_awaited: bool
 
 
 class WorkingSet:
@@ -28,6 +30,9 @@ class WorkingSet:
     earn: all of it when they find half of their prompts in the cache, less when they find
     less, for what nobody comes back to is not worth keeping. What is not used of it
     protects nothing and so is lent to offline work. Cost: O(1) per use.
+
+    What a retracted request computed is awaited: it comes back to it, however seldom others
+    find theirs. So that is in no share, until it is used again or the window is over.
     """
 
     def __init__(self, *, limit_tokens: int, window_s: float) -> None:
@@ -36,6 +41,7 @@ class WorkingSet:
         self._uses: dict[int, _Use] = {}
         # The least recent one first.
         self._order: OrderedDict[_Use, None] = OrderedDict()
+        self._awaited: OrderedDict[_Use, None] = OrderedDict()
         self._hit_ratio = 1.0
         self.num_tokens = 0
 
@@ -55,12 +61,16 @@ class WorkingSet:
         """An online request started with `num_cached` of its tokens found in the cache."""
         self._hit_ratio += (num_cached / num_tokens - self._hit_ratio) / _HIT_RATIO_REQUESTS
 
-    def use(self, node: int, num_tokens: int, now_s: float) -> None:
-        """Note an online use of a node that holds `num_tokens` tokens."""
+    def use(self, node: int, num_tokens: int, now_s: float, *, is_awaited: bool = False) -> None:
+        """Note an online use of a node that holds `num_tokens` tokens.
+
+        `is_awaited`: by a request that was retracted and comes back to it.
+        """
         self.forget(node)
-        use = self._uses[node] = _Use(now_s, {node: num_tokens})
-        self._order[use] = None
-        self.num_tokens += num_tokens
+        use = self._uses[node] = _Use(now_s, {node: num_tokens}, is_awaited)
+        self._order_of(use)[use] = None
+        if not is_awaited:
+            self.num_tokens += num_tokens
 
     def split(self, node: int, *, upper: int, upper_tokens: int) -> None:
         """Its first `upper_tokens` tokens became a node of their own, used when it was."""
@@ -72,13 +82,16 @@ class WorkingSet:
     def forget(self, node: int) -> None:
         """The node was evicted."""
         if (use := self._uses.pop(node, None)) is not None:
-            self.num_tokens -= use.num_tokens.pop(node)
+            num_tokens = use.num_tokens.pop(node)
+            if not use.is_awaited:
+                self.num_tokens -= num_tokens
             if not use.num_tokens:
-                del self._order[use]
+                del self._order_of(use)[use]
 
     def clear(self) -> None:
         self._uses.clear()
         self._order.clear()
+        self._awaited.clear()
         self.num_tokens = 0
 
     def expire(self, now_s: float) -> list[int]:
@@ -92,6 +105,11 @@ class WorkingSet:
                 break
             num_left -= use.num_tokens[node]
             dropped.append(node)
+        too_old = takewhile(lambda use: use.last_use_s < oldest_s, self._awaited)
+        dropped.extend(node for use in too_old for node in use.num_tokens)
         for node in dropped:
             self.forget(node)
         return dropped
+
+    def _order_of(self, use: _Use) -> OrderedDict[_Use, None]:
+        return self._awaited if use.is_awaited else self._order

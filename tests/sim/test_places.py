@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from array import array
 
+import pytest
+
+from echo_sgl.batch_shape import BatchRow
 from echo_sgl.sim.results import SimResults
 from echo_sgl.sim.server import simulate
 from tests.sim.workloads import SLO, offline_trace, online_trace, server
@@ -32,6 +35,27 @@ def test_without_promises_and_without_margin_everybody_keeps_its_place() -> None
     online = online_trace(NUM_ONLINE, rate_rps=4.0)
     for sections in ({"slo": {}}, {**SLO, "steps": {"ttft_margin": 0.0}}):
         assert not simulate(server(sections, max_running_requests=4), online).num_given_places
+
+
+def test_who_gave_its_place_computes_little_again_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job's lines wait for all that is cached, and online requests come back to nothing else."""
+    rows: list[BatchRow] = []
+    note_step = SimResults.note_step
+
+    def noted(results: SimResults, row: BatchRow, start_s: float, time_s: float) -> None:
+        rows.append(row)
+        note_step(results, row, start_s, time_s)
+
+    monkeypatch.setattr(SimResults, "note_step", noted)
+    sections = {**SLO, "cache": {"protected_share": 0.0}}
+    config = server(sections, max_running_requests=4, kv_tokens=6000)
+    one = simulate(config, online_trace(120, rate_rps=6.0), offline_trace(200, num_prefixes=40))
+    assert one.num_given_places > 20
+    new_tokens = one.online_prompt_tokens - one.online_cached_tokens
+    new_tokens += one.offline_prompt_tokens - one.offline_cached_tokens
+    assert sum(row.prefill_tokens for row in rows) < 1.15 * new_tokens
 
 
 def test_a_line_that_the_reserve_could_not_let_in_alone_holds_nobody_up() -> None:

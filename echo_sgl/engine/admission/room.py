@@ -10,8 +10,10 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdde
 
 from echo_sgl.engine.cache.held_tokens import held_tokens
 from echo_sgl.engine.decodes.retraction import gives_up_memory
+from echo_sgl.engine.requests.places import kept_tokens
 from echo_sgl.engine.requests.refusals import Reason
 from echo_sgl.engine.requests.tasks import is_offline
+from echo_sgl.engine.requests.terms import terms_of
 
 if TYPE_CHECKING:
     from echo_sgl.engine.steps.step_control import StepControl
@@ -87,9 +89,11 @@ class RoomAdder(PrefillAdder):
     def _give_place(self, req: Req) -> bool:
         """Let an online decode that is ahead of its due time wait instead of this request.
 
-        Not for one that lacks memory, too: who leaves would wait behind it for nothing.
+        Not for one that lacks memory, too: who leaves would wait behind it for nothing, and those
+        that left before would find nothing of their KV.
         """
-        if self._needed_tokens(req) > self.rem_total_tokens:
+        kept_by_others = self.control.kept_tokens - kept_tokens(req, terms_of(req))
+        if self._needed_tokens(req) + kept_by_others > self.rem_total_tokens:
             return False
         leaving = self.control.give_place(self.running_batch, req)
         if leaving is None:

@@ -72,8 +72,8 @@ def keep_retracted_prefix(batch: Any, idx: int, *args: Any, **kwargs: Any) -> No
     """Before a running request is retracted: put what it computed into the tree.
 
     SGLang frees the KV of retracted requests at once. In the tree it is evictable, so the
-    memory is there for whoever needs it, and resuming is free where nobody did. The last
-    token's KV may still be computed by a step in flight; it stays out.
+    memory is there for whoever needs it, and resuming is free where nobody did. Of an online one
+    it goes last. The last token's KV may still be computed by a step in flight; it stays out.
     """
     req, cache = batch.reqs[idx], batch.tree_cache
     computed = len(req.origin_input_ids) + len(req.output_ids) - 1
@@ -83,3 +83,6 @@ def keep_retracted_prefix(batch: Any, idx: int, *args: Any, **kwargs: Any) -> No
     if computed > req.kv.cache_protected_len:
         req.refresh_fill_ids()
         cache.checkpoint(req, up_to=computed)
+    core = cache.echo_core
+    if core is not None and task_of(req) is Task.ONLINE:
+        core.await_return(req, computed)

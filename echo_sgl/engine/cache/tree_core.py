@@ -218,6 +218,15 @@ class EchoTreeCore(PlainWalks):
                 use(node.id, num_tokens, self.now_s)
             node = node.parent
 
+    def await_return(self, req: Any, num_tokens: int) -> None:
+        """An online request that is retracted comes back to the first tokens of its own."""
+        tokens = (req.origin_input_ids + req.output_ids)[:num_tokens]
+        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        node, _, _ = self._descend(key, self._end_of(key))
+        if node is not self.root_node:
+            self.working_set.use(node.id, len(node.key), self.now_s, is_awaited=True)
+            self._unsettle_leaf_of(node)
+
     def _touch_node(self, node: UnifiedTreeNode) -> None:
         # SGLang's general insert; the plain one only touches what it says it used.
         super()._touch_node(node)

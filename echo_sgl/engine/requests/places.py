@@ -45,3 +45,8 @@ def new_tokens(req: Req, terms: RequestTerms) -> int:
     One that gave its place away finds in the tree what it computed.
     """
     return 1 if terms.waiting_since_s is not None else int(req.seqlen - (req.extend_end or 0))
+
+
+def kept_tokens(req: Req, terms: RequestTerms) -> int:
+    """What the tree is to keep for an online request that waits, since it gave its place away."""
+    return int(req.seqlen) if terms.waiting_since_s is not None else 0

@@ -21,7 +21,7 @@ from echo_sgl.engine.decodes.parking import ParkedDecodes, retract
 from echo_sgl.engine.decodes.retraction import first_out
 from echo_sgl.engine.decodes.running import Running
 from echo_sgl.engine.pool.deadlines import DeadlineWatch
-from echo_sgl.engine.requests.places import finds_its_kv, new_tokens, placed, queued
+from echo_sgl.engine.requests.places import finds_its_kv, kept_tokens, new_tokens, placed, queued
 from echo_sgl.engine.requests.refusals import (
     GATED,
     GATHERING,
@@ -79,7 +79,8 @@ class StepControl(DecodeControl):
         )
         self.counts = StepCounts()
         self.refusal: Refusal | None = None
-        self.online_tokens = 0
+        # Online KV that is to stay in the tree for those that gave their places away.
+        self.online_tokens = self.kept_tokens = 0
         self.online_wait_s = RollingMax(WAIT_WINDOW_S)
         self.online_wait_steps = RollingMax(WAIT_WINDOW_S)
         self.own_time = OwnTime()
@@ -151,12 +152,13 @@ class StepControl(DecodeControl):
         now_s, decodes = self._now_s, self._running.online
         if chunked is not None and not terms_of(chunked, now_s).is_offline:
             self.online_tokens += chunked.seqlen
-        queue, waiting_tokens = [], 0
+        queue, waiting_tokens, self.kept_tokens = [], 0, 0
         for req in (*waiting, chunked) if chunked is not None else waiting:
             terms = terms_of(req, now_s)
             if not terms.is_offline:
                 queue.append(queued(req))
                 waiting_tokens += new_tokens(req, terms)
+                self.kept_tokens += kept_tokens(req, terms)
         self.planner.begin(
             now_s,
             decodes,
@@ -353,6 +355,7 @@ class StepControl(DecodeControl):
         leaving = next(req for req in batch.reqs if req.rid == rid)
         retract(batch, leaving, num_decoding=len(batch.reqs) - 1)
         terms_of(leaving).waiting_since_s = self._now_s
+        self.kept_tokens += leaving.seqlen
         self.counts.num_given_places += 1
         return leaving
 

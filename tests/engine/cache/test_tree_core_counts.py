@@ -165,6 +165,27 @@ def test_online_use_beyond_the_share_protects_the_latest(cache):
     assert match(cache, DOCUMENT).device_prefix_len == 0
 
 
+def test_what_a_retracted_online_request_comes_back_to_goes_last():
+    """Without a share for online requests, and beside a document that an offline one waits for."""
+    cache = cache_of(KIT, "next-use", protected_share=0.0)
+    wait_for(cache, "r1", [*DOCUMENT, 1])
+    put(cache, OTHER, Task.ONLINE)
+    put(cache, DOCUMENT, Task.OFFLINE)
+    retracted = SimpleNamespace(
+        origin_input_ids=array("q", OTHER[:20]),
+        output_ids=array("q", [*OTHER[20:], 7]),
+        extra_key=None,
+        cache_salt=None,
+    )
+    cache.tree_core.await_return(retracted, len(OTHER))
+    cache.evict(EvictParams(num_tokens=1))
+    assert match(cache, DOCUMENT).device_prefix_len == 0
+    assert match(cache, OTHER).device_prefix_len == len(OTHER)
+    # It came back: its next end is that of any other.
+    cache.evict(EvictParams(num_tokens=1))
+    assert match(cache, OTHER).device_prefix_len == 0
+
+
 def test_tokens_on_a_locked_path_are_not_new(cache):
     put(cache, DOCUMENT, Task.OFFLINE)
     node = match(cache, DOCUMENT[:25]).last_device_node

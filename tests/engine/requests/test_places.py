@@ -92,6 +92,36 @@ def test_a_decode_that_is_ahead_gives_its_place_and_answers_the_same(
     assert metric(server, "echo_sgl_retractions_total") == 0
 
 
+def test_who_gave_its_place_finds_its_kv_though_a_job_waits_for_all_else(server_for, write_config):
+    """No share of the cache is online's, and decodes grow into what the job's lines will use."""
+    cache = {"protected_share": 0.0}
+    config = write_config(**CONFIG, cache=cache, reserve={"predictor": "off"})
+    server = server_for(ARGS, config=str(config), env=STRICT)
+    learn(server)
+    documents = [" ".join(f"{name}{word}" for word in range(NUM_WORDS)) for name in "abcd"]
+    lines = [
+        completion(f"{document} {line}", 4, **FLEX) for line in (1, 2) for document in documents
+    ]
+    asyncio.run(send_all(server, lines[:4]))
+    start_s = time.monotonic()
+
+    async def run() -> None:
+        long = asyncio.create_task(send_all(server, outlasting()))
+        await until(lambda: long.done() or num_running(server) == PLACES, "all places are taken")
+        job = asyncio.create_task(send_all(server, lines[4:]))
+        while not long.done():
+            await send_all(server, [QUICK])
+        await long
+        await job
+
+    asyncio.run(run())
+    rows = steps_since(server, time.monotonic() - start_s)
+    given = [row for row in rows if row["num_given_places"] > rows[0]["num_given_places"]]
+    online = [row for row in given if row["num_prefills"] and not row["num_offline"]]
+    assert max(row["cached_tokens"] for row in online) > 200, "somebody came back"
+    assert max(row["prefill_tokens"] / row["num_prefills"] for row in online) < 10
+
+
 def test_nobody_gives_its_place_to_a_request_that_lacks_memory(server, stock_texts):
     large = completion("a large question", 3700, rid="large")
     start_s = time.monotonic()
@@ -230,12 +260,15 @@ def test_an_offline_decode_counts_in_every_step_that_it_is_in(server):
     assert {row["num_offline"] + row["num_parked"] for row in beside} == {1}
 
 
-def decodes_since(server, seconds: float) -> list[dict[str, Any]]:
+def steps_since(server, seconds: float) -> list[dict[str, Any]]:
     [replica] = LOCAL.get(f"{server.url}/echo/trace", params={"seconds": seconds}).json()[
         "replicas"
     ]
-    rows = [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
-    return [row for row in rows if not row["num_prefills"]]
+    return [dict(zip(replica["columns"], row, strict=True)) for row in replica["rows"]]
+
+
+def decodes_since(server, seconds: float) -> list[dict[str, Any]]:
+    return [row for row in steps_since(server, seconds) if not row["num_prefills"]]
 
 
 def decode_s(server) -> float:

@@ -37,6 +37,29 @@ def test_using_again_renews_and_does_not_count_twice():
     assert working.expire(now_s=61.5) == [2]
 
 
+def test_what_somebody_comes_back_to_stays_beyond_the_share_until_it_is_used():
+    working = WorkingSet(limit_tokens=50, window_s=60)
+    working.use(1, 40, now_s=0, is_awaited=True)
+    for number in (2, 3, 4):
+        working.use(number, 40, now_s=float(number))
+    assert working.expire(now_s=4) == [2, 3]
+    assert 1 in working and working.num_tokens == 40
+    working.use(1, 40, now_s=5)
+    assert working.expire(now_s=5) == [4] and working.num_tokens == 40
+
+
+def test_nobody_is_awaited_for_longer_than_the_window():
+    working = WorkingSet(limit_tokens=50, window_s=60)
+    working.use(1, 40, now_s=0, is_awaited=True)
+    working.use(2, 40, now_s=30, is_awaited=True)
+    working.split(1, upper=3, upper_tokens=10)
+    working.forget(1)
+    assert working.expire(now_s=61) == [3]
+    assert 2 in working and working.num_tokens == 0
+    working.forget(2)
+    assert not len(working) and working.expire(now_s=1000) == []
+
+
 def test_a_split_keeps_both_parts_with_the_tokens_they_have():
     working = WorkingSet(limit_tokens=100, window_s=60)
     working.use(1, 40, now_s=0)
