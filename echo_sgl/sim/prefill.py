@@ -37,10 +37,11 @@ class PrefillPass:
         config = scheduler.config
         self._planner, self._page = scheduler.planner, config.page_tokens
         # Decodes that ride along take of the step's tokens, and of the memory.
-        num_mixed = scheduler.num_running if config.enable_mixed_chunk else 0
+        self._is_mixed = config.enable_mixed_chunk and not scheduler.lacks_room
+        num_mixed = scheduler.num_running if self._is_mixed else 0
         self._chunk_left = config.chunked_prefill_tokens - num_mixed
         self._input_left = config.max_prefill_tokens - num_mixed
-        self._shape = scheduler.decode_shape() if config.enable_mixed_chunk else BatchShape()
+        self._shape = scheduler.decode_shape() if self._is_mixed else BatchShape()
         self._promised_tokens = num_mixed
         self._planned_offline_tokens = 0
         self._offline_left = self._offline_most()
@@ -97,7 +98,7 @@ class PrefillPass:
 
     def _plan(self) -> StepPlan:
         scheduler = self._scheduler
-        decodes = scheduler.config.enable_mixed_chunk and scheduler.num_running > 0
+        decodes = self._is_mixed and scheduler.num_running > 0
         if decodes:
             self._kv.take(scheduler.online.growth_tokens + scheduler.offline.growth_tokens)
         return StepPlan(self._shape.row(), self._prefills, decodes=decodes)

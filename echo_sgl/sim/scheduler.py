@@ -230,20 +230,22 @@ class SimScheduler(SimDecodeControl):
     def make_decode_room(self) -> None:
         """Retract until the next token of all that decode fits: first from who does not decode.
 
+        Nobody as long as requests that are done are to give theirs up.
         Errors: `OutOfKvError` when those who are left do not fit either.
         """
-        while self._lacks_room:
+        while self.lacks_room and not self.done:
             if not self._retract_parked() and not self._set_chunk_aside():
                 break
-        if not self._lacks_room:
+        if not self.lacks_room or self.done:
             return
         self.take_back_left_out()  # who sits out for a step holds memory as well
-        while self._lacks_room:
+        while self.lacks_room:
             self._retract_decode()
         self.new_token_ratio.note_retraction([*self.online, *self.offline])
 
     @property
-    def _lacks_room(self) -> bool:
+    def lacks_room(self) -> bool:
+        """Whether memory is too short for the next token of all that decode."""
         growth_tokens = self.online.growth_tokens + self.offline.growth_tokens
         return growth_tokens > self.kv.available_tokens
 
@@ -266,7 +268,7 @@ class SimScheduler(SimDecodeControl):
         """A step that decodes all that run; their room is taken."""
         online, offline = self.online, self.offline
         num_decodes = len(online.members) + len(offline.members)
-        if not num_decodes:
+        if not num_decodes or self.lacks_room:
             return None
         self.kv.take(online.growth_tokens + offline.growth_tokens)
         self.new_token_ratio.decay()

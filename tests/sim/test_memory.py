@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -190,3 +191,22 @@ def test_an_answer_that_may_be_longer_than_the_pool_is_cut_and_its_prompt_decide
     assert (results.offline_done, results.offline_refused) == (2, 1)
     cut = sum(config.most_output_tokens(tokens) for tokens in prompts[:2])
     assert results.offline_output_tokens == cut < 400
+
+
+@pytest.mark.parametrize("seed", [0, 23, 36, 55])
+def test_where_memory_is_full_of_answers_that_are_done_their_room_is_waited_for(seed: int) -> None:
+    """All that decode end with the step that runs, and nobody's next token would fit."""
+    rng = random.Random(seed)
+    times = sorted(rng.choice([rng.uniform(0, 20), 10.0 + rng.random()]) for _ in range(300))
+    prompts = array("q", (rng.randint(100, 900) for _ in range(300)))
+    answers = array("q", (12,)) * 300
+    online = Trace(
+        *(Task.ONLINE, array("d", times), prompts, answers),
+        max_new_tokens=12,
+        allowed_tokens=answers,
+        ignores_eos=True,
+    )
+    for enable_mixed_chunk in (False, True):
+        sizes = {"kv_tokens": 8000, "chunked_prefill_tokens": 4096}
+        config = server({}, **sizes, enable_mixed_chunk=enable_mixed_chunk)
+        assert simulate(config, online).online_done == 300
