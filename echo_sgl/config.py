@@ -143,7 +143,8 @@ class StepsConfig:
 
     `decode_selection` says who sits out when offline decodes do not all fit, see
     `policies/decodes/decode_selection.py`; those are parked, with their KV kept, if `park` is on,
-    and all run otherwise. With `replace` the online decode that is due last gives its turn to an
+    and all run otherwise; while more than `parked_share` of all that have started are, nobody
+    starts. With `replace` the online decode that is due last gives its turn to an
     offline one that found no room, if it is in time nevertheless (BROS), see
     `policies/decodes/replacement.py`. With `pack` online requests go by least slack, and no more of
     them into a step than end in time for who is due first (BROS), see
@@ -182,6 +183,7 @@ class StepsConfig:
         "shortest", "shortest", "in-order", "mix", "bottleneck", "uncached"
     )
     park: bool = _switch(True)
+    parked_share: float = _number(0.25, 0.0, 1.0)
     pack: bool = _switch(False)
     replace: bool = _switch(False)
     batch_size: str = _choice("fixed", "fixed", "adaptive")

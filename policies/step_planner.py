@@ -222,11 +222,22 @@ class StepPlanner(DecodePlanner, OnlinePlanner):
         lot_s = self.gathering.lot_s(self.estimator.upper, self._chunk_tokens)
         return math.isfinite(lot_s) and lot_s <= self.prefill_room_s
 
+    def finishes_first(self, num_offline: int, num_parked: int) -> bool:
+        """Whether offline requests that have started, so many of which sit out, go before others.
+
+        One that starts would sit out as well, and hold memory meanwhile that an online request
+        comes to need: what had been computed of it would be lost.
+        """
+        return num_parked > self._config.parked_share * (num_offline + num_parked)
+
     def num_worth_starting(self, offline: Contexts, num_parked: int, most: int) -> int:
-        """How many of `most` offline requests may start: what they could lose is worth it.
+        """How many of `most` offline requests may start: what they could lose is worth it, and not
+        too many of those that have started sit out.
 
         `offline`: those that decode; where none does or sits out, that is all of them.
         """
+        if self.finishes_first(offline.num, num_parked):
+            return 0
         if not (self.gating.is_on and self._is_known and offline.num + num_parked):
             return most
         return self.gating.num_open(self.estimator, self._joined(offline), most)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from echo_sgl.engine.requests.places import queued
-from echo_sgl.engine.requests.refusals import Reason, Refusal, limit_facts
+from echo_sgl.engine.requests.refusals import Facts, Reason, Refusal, limit_facts
 from echo_sgl.engine.requests.tasks import is_offline
 from echo_sgl.engine.requests.terms import terms_of
 from echo_sgl.engine.settings import active_config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_WALKED = 256
 
 # Without an id: only offline requests were kept from starting.
-_OF_OFFLINE = (Reason.SLOT, Reason.GATHER, Reason.GATE)
+_OF_OFFLINE = (Reason.SLOT, Reason.GATHER, Reason.GATE, Reason.UNFINISHED)
 
 
 class State(StrEnum):
@@ -207,10 +207,11 @@ def _refusal(scheduler: EchoScheduler) -> Refusal | None:
         return paused
     if (refusal := scheduler.step_control.refusal) is not None:
         planner = scheduler.step_control.planner
-        facts = {
+        facts: dict[Reason, Facts] = {
             Reason.GATHER: planner.gathering.facts,
             Reason.QUEUE: planner.online_lots.facts,
             Reason.GATE: planner.gating.facts,
+            Reason.UNFINISHED: {"num_parked": len(scheduler.step_control.parked)},
         }
         return Refusal(refusal.reason, refusal.rid, facts.get(refusal.reason, refusal.facts))
     if scheduler.running_batch.batch_is_full:

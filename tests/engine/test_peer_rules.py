@@ -44,6 +44,7 @@ CONFIG: dict[str, Any] = {
         "pack": True,
         "replace": True,
         "gate": True,
+        "parked_share": 1.0,
         "gather": False,
     },
     "estimator": {"model": "bros"},

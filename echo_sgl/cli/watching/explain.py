@@ -210,6 +210,13 @@ def _gate(facts: Facts) -> str:
     )
 
 
+def _unfinished(facts: Facts) -> str:
+    return (
+        f"for {facts['num_parked']:,} that started before it and sit out: they go on first "
+        "(steps.parked_share)."
+    )
+
+
 def _paused(facts: Facts) -> str:
     return "until generation goes on: it is paused."
 
@@ -228,6 +235,7 @@ _REASONS: dict[str, Callable[[Facts], str]] = {
     "gather": _gather,
     "queue": partial(_gather, setting="steps.gather_online"),
     "gate": _gate,
+    "unfinished": _unfinished,
     "paused": _paused,
 }
 

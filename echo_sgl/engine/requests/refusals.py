@@ -40,6 +40,8 @@ class Reason(StrEnum):
     """The same of an online request, which waits in a queue of such."""
     GATE = "gate"
     """Its prefill would be lost to an online request more often than it pays."""
+    UNFINISHED = "unfinished"
+    """Many that have started sit out: they go on first."""
     PAUSED = "paused"
     """Generation is paused."""
 
@@ -72,4 +74,4 @@ def limit_facts(planner: StepPlanner) -> dict[str, float]:
 
 # One for all steps, since most of them have it; what decides is asked for when somebody looks.
 GATHERING, GATHERING_ONLINE = Refusal(Reason.GATHER), Refusal(Reason.QUEUE)
-GATED = Refusal(Reason.GATE)
+GATED, UNFINISHED = Refusal(Reason.GATE), Refusal(Reason.UNFINISHED)

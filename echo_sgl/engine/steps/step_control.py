@@ -26,6 +26,7 @@ from echo_sgl.engine.requests.refusals import (
     GATED,
     GATHERING,
     GATHERING_ONLINE,
+    UNFINISHED,
     Reason,
     Refusal,
     limit_facts,
@@ -211,15 +212,17 @@ class StepControl(DecodeControl):
         return not self.num_worth_starting(1)
 
     def num_worth_starting(self, most: int) -> int:
-        """How many of `most` offline requests a pass may start, see `policies/prefills/gating.py`.
+        """How many of `most` offline requests a pass may start, see `num_worth_starting` there.
 
-        It holds nobody while a job is late.
+        All while a job is late.
         """
         if self._watch.urgent_deadline_s is not None:
             return most
-        num = self.planner.num_worth_starting(self._running.offline, len(self.parked), most)
+        offline, num_parked = self._running.offline, len(self.parked)
+        num = self.planner.num_worth_starting(offline, num_parked, most)
         if most and not num:
-            self.refusal = GATED
+            is_unfinished = self.planner.finishes_first(offline.num, num_parked)
+            self.refusal = UNFINISHED if is_unfinished else GATED
         return num
 
     def keeps_chunk_waiting(self, chunked: Req, decodes: BatchShape, page_size: int) -> bool:

@@ -53,6 +53,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "queue": ({"num_places": 2, "empty_steps": 5}, "stop for them (steps.gather_online)"),
     "step": ({"first_due_in_s": 0.02}, "make a first token late that was due in 20.0 ms (steps.sp"),
     "gate": ({"lost_share": 0.25, "expected_tokens": 12.6}, "25% of the starts lost their memory"),
+    "unfinished": ({"num_parked": 3}, "for 3 that started before it and sit out"),
     "ahead": ({"gave_place_for_s": 2.0, "due_in_s": 3.0}, "late 2.0 s ago. Its next token is due"),
     "late": ({"late_s": 2.0, "wait_s": 30.0}, "due 2.0 s ago, and 30.0 s after that it is put off"),
     "prefix": ({}, "which a neighbour computes right now"),

@@ -198,8 +198,17 @@ def test_a_planner_asks_for_all_that_decode() -> None:
     assert worth(plan, online=8, offline=1) == 0
 
 
+def test_nobody_starts_while_many_that_have_started_sit_out() -> None:
+    for model in (Flat(), Unknown()):
+        plan = planner(model)
+        assert worth(plan, online=9, offline=6, parked=2) == 3
+        assert worth(plan, online=9, offline=5, parked=2) == 0
+        assert worth(plan, online=0, offline=0, parked=1) == 0
+        assert worth(planner(model, parked_share=1.0), online=9, offline=0, parked=9) == 3
+
+
 def test_where_no_offline_request_decodes_the_gate_is_open() -> None:
-    plan = planner(Flat(), gate=True)
+    plan = planner(Flat(), gate=True, parked_share=1.0)
     assert worth(plan, online=9, offline=0) == worth(plan, online=0, offline=0) == 3
     assert worth(plan, online=9, offline=0, parked=1) == 0
     assert worth(plan, online=0, offline=1, parked=1) == 1
