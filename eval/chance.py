@@ -44,6 +44,7 @@ from eval.simulated.load import (
 from eval.simulated.points import parse_points, simulate_points, write_points
 
 ALONE, PRIORITIES = "alone", "bs"
+NO_JOB = empty_trace(Task.OFFLINE)
 PRESETS = (PRIORITIES, "echo", "hygen", "bros", "ooco")
 # Fewer say little of a p99, more take long. A job's lines are doubled until it outlasts the run.
 LEAST_ONLINE, MOST_ONLINE, FIRST_LINES, MOST_LINES = 30, 3000, 100, 12_800
@@ -139,7 +140,6 @@ def run_point(options: ChanceOptions, point: Point) -> dict[str, Any]:
         return row
     slo = play.promise(online)
     row |= {"ttft_promise_s": slo.ttft_s, "tpot_promise_s": slo.tpot_s}
-    # No two runs have the same scatter of steps.
     alone, _ = play.run(play.preset(PRIORITIES, slo), online, NO_JOB)
     row[ALONE] = alone.online_kept / len(online)
     job = play.lasting_job(load)
@@ -150,9 +150,6 @@ def run_point(options: ChanceOptions, point: Point) -> dict[str, Any]:
         row[f"{name}_late"] = int((np.array(results.ttft_s) > slo.ttft_s).sum())
         row[f"{name}_slow"] = int((np.array(results.tpot_s) > slo.tpot_s).sum())
     return row
-
-
-NO_JOB = empty_trace(Task.OFFLINE)
 
 
 class Play:
@@ -227,6 +224,7 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
     """summary.md: each preset over all loads, then the loads that `echo` did worst with."""
     measured = [row for row in rows if ALONE in row]
     cells = [_cells(name, measured) for name in PRESETS]
+    promises = "; ".join(f"{one.slo_factor} on {name}" for name, one in MACHINES.items())
     worst = sorted(measured, key=lambda row: _share(row, "echo"))[:10]
     head = ["preset", *(f"at least {share:.0%}" for share in SHARES), "mean", "least", "tokens/s"]
     return "\n".join(
@@ -237,7 +235,7 @@ def summary_markdown(config: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
             "",
             f"- {len(measured)} of {len(rows)} loads (others had under {LEAST_ONLINE} or over "
             f"{MOST_ONLINE:,} online requests), {config['options']['duration_s']:g} s each; "
-            f"promised: 1.5 times alone p99 on the CPU, TTFT 1.2 and TPOT 1.1 times on an H200",
+            f"promised: p99 alone, times (TTFT[,TPOT]) {promises}",
             "- at least: loads in which so many of the promises that the server keeps alone are "
             "kept; mean and least: such shares; tokens/s of the job: over those of `bs` "
             "(priorities alone), geometric mean of the loads in which both do something, and how "
