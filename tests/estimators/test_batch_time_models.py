@@ -64,6 +64,17 @@ def test_pooled_prices_decodes_by_max_and_mean_at_one_batch_size():
     assert time_s == pytest.approx(2.0 * max(lengths) + 0.5 * 3 * np.mean(lengths))
 
 
+@pytest.mark.parametrize(("num_decodes", "time_s"), [(1, 800), (8, 800), (9, 900), (32, 3200)])
+def test_pooled_prices_what_binds_where_contexts_are_attended_at_once(num_decodes, time_s):
+    weights = {"decode_max_token": 8.0, "decode_token": 1.0, "decode_overlap": 1.0}
+    assert predicted_s("pooled", [(0, 100)] * num_decodes, **weights) == time_s
+
+
+def test_pooled_counts_half_of_the_smaller_cost_where_contexts_overlap_by_half():
+    weights = {"decode_max_token": 2.0, "decode_token": 0.5, "decode_overlap": 0.5}
+    assert predicted_s("pooled", [(0, 100), (0, 300)], **weights) == 600 + 0.5 * 200
+
+
 def test_pooled_mixes_between_the_larger_and_the_sum():
     batch, parts = [(10, 0), (0, 40)], {"prefill_token_beyond": 1.0, "decode_token": 1.0}
     assert predicted_s("pooled", batch, **parts) == 40
@@ -114,6 +125,41 @@ def test_pooled_finds_the_knees_and_the_cached_prefix():
         "decode_request_beyond",
     ):
         assert found[name] == pytest.approx(truth.coefficients_[name], rel=0.2), name
+
+
+@pytest.mark.parametrize("kinds", [(StepKind.PREFILL, StepKind.DECODE), ()], ids=["pure", "all"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_pooled_finds_that_contexts_are_attended_at_once(width, kinds):
+    known = true_model("pooled").coefficients_ | {"decode_overlap": 1.0, "decode_token": 5e-6}
+    truth = unfitted("pooled").with_coefficients(known | {"decode_max_token": 5e-6 * width})
+    rows = random_rows(900, seed=6, kinds=kinds)
+    model = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=7))
+    assert model.coefficients_["decode_overlap"] == 1.0
+    unseen = random_rows(600, seed=8, kinds=kinds)
+    errors = held_out_errors(model, (unseen, truth.predict_rows_s(unseen)))
+    assert max(one.mape for one in errors.values()) < 0.01
+
+
+@pytest.mark.parametrize("rare", [StepKind.PREFILL, None])
+def test_pooled_fits_mixed_steps_beside_decodes_that_overlap(rare):
+    known = true_model("pooled").coefficients_ | {"decode_overlap": 1.0, "mixing": 1.0}
+    known |= {"decode_max_token": 4e-5, "decode_token": 4e-6}
+    truth = unfitted("pooled").with_coefficients(known)
+    kinds = (StepKind.DECODE, StepKind.MIXED, *([] if rare else [StepKind.PREFILL]))
+    rows = random_rows(900, seed=9, kinds=kinds)
+    model = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.01, seed=10))
+    unseen = random_rows(600, seed=11, kinds=kinds)
+    errors = held_out_errors(model, (unseen, truth.predict_rows_s(unseen)))
+    assert max(one.mape for one in errors.values()) < 0.01
+
+
+def test_pooled_takes_costs_to_add_up_where_steps_do_not_tell():
+    """One request at a time: whether two would be attended to at once was never seen."""
+    rows = rows_of(shape_of([(0, context)]) for context in range(100, 3000, 20))
+    rows = np.concatenate([rows, random_rows(60, seed=1, kinds=(StepKind.PREFILL,))])
+    rows = np.concatenate([rows, rows_of(shape_of([(0, 60)] * 2) for _ in range(3))])
+    times_s = measured(true_model("pooled"), rows, noise=0.02, seed=2)
+    assert unfitted("pooled").fit(rows, times_s).coefficients_["decode_overlap"] == 0.0
 
 
 @pytest.mark.parametrize("knee", [128.0, 256.0, 512.0])
@@ -188,6 +234,11 @@ def test_pooled_does_not_take_a_few_odd_prefills_for_what_mixed_steps_show():
     unseen = random_rows(300, seed=9, kinds=(StepKind.MIXED, StepKind.DECODE))
     errors = held_out_errors(model, (unseen, truth.predict_rows_s(unseen)))
     assert max(one.mape for one in errors.values()) < 0.2
+
+
+def test_pooled_refuses_an_overlap_above_one():
+    with pytest.raises(ValueError, match=r"coefficients\.decode_overlap is 1\.5; above 1"):
+        predicted_s("pooled", [(1, 0)], decode_overlap=1.5)
 
 
 def test_pooled_refuses_a_mixing_above_one():

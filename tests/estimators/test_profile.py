@@ -84,6 +84,12 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path, name, facts):
     assert read.estimator.predict_rows_s(rows).tolist() == expected
 
 
+def test_an_older_profile_adds_up_the_costs_of_contexts(tmp_path, saved):
+    known = load(saved).estimator.coefficients_
+    change(saved, "estimator.coefficients.decode_overlap", ...)
+    assert load(saved).estimator.coefficients_ == known | {"decode_overlap": 0.0}
+
+
 @given(any_models(), st.text(max_size=20), st.integers(0, 10**12))
 def test_any_coefficients_and_names_survive_a_round_trip(tmp_path_factory, model, text, count):
     path = tmp_path_factory.getbasetemp() / "any.json"
