@@ -32,6 +32,7 @@ class BatchRow(NamedTuple):
 
     `prefill_area`: sum of (p + l)^2 - p^2 over prefills of l new tokens behind p cached ones,
     twice what attention computes (Echo eq. 6). `decode_tokens`: sum of the context lengths.
+    `max_prefill_tokens`: the highest p + l.
     Units: tokens, tokens^2. Shapes: scalars; in a fit, arrays with one entry per step.
     """
 
@@ -42,6 +43,7 @@ class BatchRow(NamedTuple):
     num_decodes: int
     decode_tokens: int
     max_decode_tokens: int
+    max_prefill_tokens: int = 0
 
     @property
     def kind(self) -> StepKind:
@@ -59,8 +61,9 @@ class BatchShape:
 
     def __init__(self) -> None:
         self.num_prefills = self.prefill_tokens = self.cached_tokens = self.prefill_area = 0
-        self.num_decodes = self.decode_tokens = self.max_decode_tokens = 0
-        # Of a prefill (new, cached); of a decode (0, context) and the maximum before.
+        self.num_decodes = self.decode_tokens = 0
+        self.max_decode_tokens = self.max_prefill_tokens = 0
+        # Of a prefill (new, cached), of a decode (0, context); and the maximum before.
         self._added: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
@@ -80,11 +83,12 @@ class BatchShape:
                 f"prefill of {new_tokens} new behind {cached_tokens} cached tokens; "
                 "new must be at least 1 and cached at least 0"
             )
-        self._added.append((new_tokens, cached_tokens, 0))
+        self._added.append((new_tokens, cached_tokens, self.max_prefill_tokens))
         self.num_prefills += 1
         self.prefill_tokens += new_tokens
         self.cached_tokens += cached_tokens
         self.prefill_area += new_tokens * (new_tokens + 2 * cached_tokens)
+        self.max_prefill_tokens = max(self.max_prefill_tokens, new_tokens + cached_tokens)
 
     def add_decode(self, context_tokens: int) -> None:
         """Add a request that computes one token, which attends to `context_tokens`.
@@ -100,16 +104,17 @@ class BatchShape:
 
     def undo(self) -> None:
         """Take back the request added last. Errors: `IndexError` when there is none."""
-        new_tokens, tokens, max_decode_tokens = self._added.pop()
+        new_tokens, tokens, longest_before = self._added.pop()
         if new_tokens:
             self.num_prefills -= 1
             self.prefill_tokens -= new_tokens
             self.cached_tokens -= tokens
             self.prefill_area -= new_tokens * (new_tokens + 2 * tokens)
+            self.max_prefill_tokens = longest_before
         else:
             self.num_decodes -= 1
             self.decode_tokens -= tokens
-            self.max_decode_tokens = max_decode_tokens
+            self.max_decode_tokens = longest_before
 
     def row(self) -> BatchRow:
         """The step as it is now; what is added later does not change it."""
@@ -121,6 +126,7 @@ class BatchShape:
             self.num_decodes,
             self.decode_tokens,
             self.max_decode_tokens,
+            self.max_prefill_tokens,
         )
 
 

@@ -22,6 +22,9 @@ LENGTHS = [
     for name in ("cached_tokens", "prefill_tokens", "num_decodes", "max_decode_tokens")
 ]
 CACHED = 0
+DECODE_COLUMNS = "num_decodes", "decode_tokens", "max_decode_tokens"
+COLUMNS = frozenset({"prefill_tokens", "cached_tokens", "prefill_area", *DECODE_COLUMNS})
+"""Of `BatchRow`, what a calibration must tell the highest value of."""
 # Of what was seen: a few odd steps do not tell enough.
 SEEN_QUANTILES = 0.02, 0.98
 
@@ -35,7 +38,8 @@ class Anchors:
     where they tell, and the calibration where they do not.
 
     Source: ours; as a prior in Bayesian regression. `largest_step`: the highest value of each
-    column of `BatchRow` that was calibrated. Shapes: (anchors, columns of `BatchRow`), (anchors,).
+    column of `BatchRow` that was calibrated, of `COLUMNS` at least.
+    Shapes: (anchors, columns of `BatchRow`), (anchors,).
     """
 
     def __init__(self, model: BatchTimeModel, largest_step: Mapping[str, int]) -> None:
@@ -87,7 +91,7 @@ def _steps(largest: Mapping[str, int]) -> list[BatchRow]:
     prefills, decodes = _prefills(largest), _decodes(largest)
     # Few: how much longer a step takes for both is one number.
     mixed = [
-        prefill._replace(**{name: getattr(decode, name) for name in BatchRow._fields[4:]})
+        prefill._replace(**{name: getattr(decode, name) for name in DECODE_COLUMNS})
         for prefill, decode in zip(
             prefills[:: 2 * len(CACHED_SHARES)], decodes[::-NUM_CONTEXTS], strict=False
         )
@@ -96,11 +100,14 @@ def _steps(largest: Mapping[str, int]) -> list[BatchRow]:
 
 
 def _prefills(largest: Mapping[str, int]) -> list[BatchRow]:
+    """Steps that prefill one request, whose context is no longer than the longest was."""
     rows = []
     for new in _lengths(largest["prefill_tokens"], NUM_PREFILLS):
+        longest = largest.get("max_prefill_tokens", new + largest["cached_tokens"])
+        cached = min(largest["cached_tokens"], max(0, longest - new))
         for share in CACHED_SHARES:
             shape = BatchShape()
-            shape.add_prefill(new, int(share * largest["cached_tokens"]))
+            shape.add_prefill(new, int(share * cached))
             rows.append(shape.row())
     # Those who had as many cached had fewer new ones.
     return [row for row in rows if row.prefill_area <= largest["prefill_area"]]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from echo_sgl.batch_shape import BatchRow, BatchShape, FloatArray, Step, StepKind
+from echo_sgl.estimators.anchors import COLUMNS as ANCHOR_COLUMNS
 from echo_sgl.estimators.anchors import Anchors
 from echo_sgl.estimators.batch_time import StepPredictor
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
@@ -71,7 +72,7 @@ class LiveBatchTime:
         )
         self._model = model
         self._band = ConformalBand(model, quantiles=(quantile,), stale_s=stale_s)
-        is_told = set(BatchRow._fields) <= set(calibrated or ())
+        is_told = calibrated is not None and set(calibrated) >= ANCHOR_COLUMNS
         self._anchors = Anchors(model, calibrated) if calibrated and is_told else None
         self._steps_since_fit = 0
         self._next_fit_steps = self.FIRST_FIT_STEPS if model.coefficients_ is None else refit_steps

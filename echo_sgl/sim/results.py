@@ -18,7 +18,7 @@ from echo_sgl.sim.workload import SimRequest
 
 INTERVAL_S = 60.0
 _EMPTY_ROW = BatchRow(0, 0, 0, 0, 0, 0, 0)
-_ROW = struct.Struct("7qd")
+_ROW = struct.Struct(f"{len(BatchRow._fields)}qd")
 
 
 @dataclass(slots=True)

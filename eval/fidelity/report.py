@@ -15,6 +15,7 @@ from echo_sgl.cli.tuning.calibration import host_gaps
 from echo_sgl.estimators.profile import Profile
 from echo_sgl.sim.server_config import SpeedChange
 from echo_sgl.types import Task
+from eval.figures.step_samples import LONGEST, mean_context
 from eval.figures.summary import (
     STEADY_CUT,
     class_stats,
@@ -279,8 +280,10 @@ def speed_changes(profile: Profile, notes: Sequence[Tree], start_s: float) -> li
 
 
 def row_of(note: Tree) -> BatchRow:
-    """What a step ran."""
-    return BatchRow(*(note[name] for name in BatchRow._fields))
+    """What a step ran; older runs do not tell how long the longest prefill was."""
+    columns = [note[name] for name in BatchRow._fields if name in note]
+    row = BatchRow(*columns)
+    return row if LONGEST in note else row._replace(max_prefill_tokens=mean_context(columns))
 
 
 def markdown(

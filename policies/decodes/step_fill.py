@@ -60,9 +60,7 @@ class StepFill:
     def is_saturated(self, decodes: Sequence[Decode] = ()) -> bool:
         """Whether hardly more tokens a second came of twice the step with these."""
         row = self._row_of(decodes)
-        twice = BatchRow(
-            *row[:4], 2 * row.num_decodes, 2 * row.decode_tokens, row.max_decode_tokens
-        )
+        twice = row._replace(num_decodes=2 * row.num_decodes, decode_tokens=2 * row.decode_tokens)
         once_s, twice_s = self._predictor.predict_s(row), self._predictor.predict_s(twice)
         return row.num_decodes > 0 and 2.0 * once_s <= SATURATED_GAIN * twice_s
 
@@ -121,4 +119,5 @@ class StepFill:
             row.num_decodes + num_decodes,
             row.decode_tokens + decode_tokens,
             max(row.max_decode_tokens, longest_tokens),
+            row.max_prefill_tokens,
         )

@@ -116,12 +116,13 @@ class Gathering:
 
     def lot(self) -> BatchRow:
         """The prefill step of the lot with one more in it, as requests were lately."""
-        num_started, tokens, cached_tokens, area = self._started
+        num_started, *sums = self._started
         size = self.num_places + 1
         share = size / num_started if num_started else 0.0
-        return BatchRow(
-            size, int(share * tokens), int(share * cached_tokens), int(share * area), 0, 0, 0
-        )
+        tokens, cached_tokens, area = (int(share * one) for one in sums)
+        # Of those whose prompts are as long as in the mean.
+        longest_tokens = (tokens + cached_tokens) // size
+        return BatchRow(size, tokens, cached_tokens, area, 0, 0, 0, longest_tokens)
 
     def free_tokens(self, num_waiting: int) -> float:
         """New tokens of those of `num_waiting` that find a place, as requests were lately.

@@ -87,7 +87,9 @@ class Gating:
         if not (self.is_on and num_started and self._num_lost >= LEAST_LOST) or outputs is None:
             return most
         _, tokens, cached_tokens, area = (int(part / num_started) for part in self._started)
-        prefill_s = predictor.predict_s(BatchRow(1, tokens, cached_tokens, area, 0, 0, 0))
+        prefill_s = predictor.predict_s(
+            BatchRow(1, tokens, cached_tokens, area, 0, 0, 0, tokens + cached_tokens)
+        )
         lost_share, context_tokens = self.lost_share, tokens + cached_tokens
         for num in range(most):
             if not gate_opens(

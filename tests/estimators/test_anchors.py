@@ -39,6 +39,13 @@ def test_they_span_what_was_calibrated_and_nothing_more(name):
     assert all(one.decode_tokens == one.num_decodes * one.max_decode_tokens for one in steps)
 
 
+def test_no_prefill_is_longer_than_the_longest_was():
+    largest = LARGEST | {"max_prefill_tokens": 1500}
+    rows, _ = Anchors(true_model("pooled"), largest).samples(NOTHING_SEEN, NO_STEPS)
+    behind = [row for row in map(BatchRow._make, rows) if row.cached_tokens]
+    assert 700 < max(row.max_prefill_tokens for row in behind) <= 1500
+
+
 def test_a_calibration_without_a_kind_of_steps_gives_none_of_it():
     no_decodes = LARGEST | {"num_decodes": 0, "decode_tokens": 0, "max_decode_tokens": 0}
     rows, _ = Anchors(true_model("pooled"), no_decodes).samples(NOTHING_SEEN, NO_STEPS)

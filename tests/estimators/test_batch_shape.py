@@ -21,6 +21,7 @@ def test_a_row_holds_the_sums_over_the_requests(batch):
         num_decodes=len(contexts),
         decode_tokens=sum(contexts),
         max_decode_tokens=max(contexts, default=0),
+        max_prefill_tokens=max((new + cached for new, cached in prefills), default=0),
     )
 
 
@@ -49,6 +50,17 @@ def test_undo_brings_back_each_earlier_maximum():
     for expected in reversed(seen):
         shape.undo()
         assert shape.max_decode_tokens == expected
+
+
+def test_undo_brings_back_each_earlier_longest_prefill():
+    shape, seen = BatchShape(), []
+    for new, cached in ((5, 0), (1, 9), (3, 2), (10, 0), (1, 30), (2, 0)):
+        seen.append(shape.max_prefill_tokens)
+        shape.add_prefill(new, cached)
+    assert shape.max_prefill_tokens == 31
+    for expected in reversed(seen):
+        shape.undo()
+        assert shape.max_prefill_tokens == expected
 
 
 def test_a_row_does_not_follow_its_shape():

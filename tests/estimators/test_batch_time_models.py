@@ -75,6 +75,12 @@ def test_pooled_counts_half_of_the_smaller_cost_where_contexts_overlap_by_half()
     assert predicted_s("pooled", [(0, 100), (0, 300)], **weights) == 600 + 0.5 * 200
 
 
+@pytest.mark.parametrize(("num_prefills", "time_s"), [(1, 4008), (4, 4008), (5, 5000), (9, 9000)])
+def test_pooled_prices_what_binds_where_prefixes_are_read_at_once(num_prefills, time_s):
+    weights = {"prefill_max_token": 4.0, "prefill_cached": 1.0, "prefill_overlap": 1.0}
+    assert predicted_s("pooled", [(2, 1000)] * num_prefills, **weights) == time_s
+
+
 def test_pooled_mixes_between_the_larger_and_the_sum():
     batch, parts = [(10, 0), (0, 40)], {"prefill_token_beyond": 1.0, "decode_token": 1.0}
     assert predicted_s("pooled", batch, **parts) == 40
@@ -162,6 +168,33 @@ def test_pooled_takes_costs_to_add_up_where_steps_do_not_tell():
     assert unfitted("pooled").fit(rows, times_s).coefficients_["decode_overlap"] == 0.0
 
 
+def test_pooled_finds_that_prefixes_are_read_at_once():
+    known = true_model("pooled").coefficients_ | {"prefill_overlap": 1.0}
+    known |= {"prefill_max_token": 2e-5, "prefill_cached": 8e-6}
+    truth = unfitted("pooled").with_coefficients(known)
+    rows = random_rows(900, seed=12)
+    model = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=13))
+    assert model.coefficients_["prefill_overlap"] == 1.0
+    unseen = random_rows(600, seed=14)
+    errors = held_out_errors(model, (unseen, truth.predict_rows_s(unseen)))
+    assert max(one.mape for one in errors.values()) < 0.01
+
+
+def test_pooled_takes_prefixes_to_add_up_where_one_request_at_a_time_prefilled():
+    """Then nobody is early who was told as much as all of them would take one after the other."""
+    rng = random.Random(3)
+    rows = rows_of(
+        shape_of([(int(2 ** rng.uniform(0, 8)), rng.randint(0, 3000))]) for _ in range(300)
+    )
+    rows = np.concatenate([rows, random_rows(60, seed=1, kinds=(StepKind.DECODE,))])
+    known = true_model("pooled").coefficients_ | {"prefill_cached": 1e-5}
+    truth = unfitted("pooled").with_coefficients(known)
+    model = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=2))
+    several = shape_of([(2, 2000)] * 4)
+    assert model.coefficients_["prefill_overlap"] == 0.0
+    assert model.predict_s(several) == pytest.approx(truth.predict_s(several), rel=0.05)
+
+
 @pytest.mark.parametrize("knee", [128.0, 256.0, 512.0])
 def test_pooled_finds_the_knee_of_batches_of_hundreds(knee):
     rng, shapes = random.Random(0), []
@@ -236,9 +269,10 @@ def test_pooled_does_not_take_a_few_odd_prefills_for_what_mixed_steps_show():
     assert max(one.mape for one in errors.values()) < 0.2
 
 
-def test_pooled_refuses_an_overlap_above_one():
-    with pytest.raises(ValueError, match=r"coefficients\.decode_overlap is 1\.5; above 1"):
-        predicted_s("pooled", [(1, 0)], decode_overlap=1.5)
+@pytest.mark.parametrize("name", ["decode_overlap", "prefill_overlap"])
+def test_pooled_refuses_an_overlap_above_one(name):
+    with pytest.raises(ValueError, match=rf"coefficients\.{name} is 1\.5; above 1"):
+        predicted_s("pooled", [(1, 0)], **{name: 1.5})
 
 
 def test_pooled_refuses_a_mixing_above_one():

@@ -198,6 +198,23 @@ def test_what_was_calibrated_stays_known_while_all_prompts_are_short(name):
         assert known.predict_s(shape) == pytest.approx(truth.predict_s(shape), rel=0.15)
 
 
+def test_that_contexts_are_attended_at_once_stays_known_while_all_are_short():
+    costs = {"prefill_max_token": 2e-5, "prefill_cached": 4e-6, "prefill_overlap": 1.0}
+    costs |= {"decode_max_token": 2e-5, "decode_token": 2e-6, "decode_overlap": 1.0}
+    known = true_model("pooled").coefficients_ | costs
+    truth = unfitted("pooled").with_coefficients(known)
+    calibrated = CALIBRATED | {"max_prefill_tokens": 4000}
+    live, rng = LiveBatchTime(truth, refit_steps=200, calibrated=calibrated), random.Random(1)
+    for number in range(600):
+        prompt, context = rng.randint(20, 60), rng.randint(50, 90)
+        row = shape_of([(prompt, 0)] if number % 2 else [(0, context)] * rng.randint(1, 4)).row()
+        live.observe(row, truth.predict_s(row) * math.exp(rng.gauss(0.0, 0.1)), 0.01 * number)
+    assert live.num_refits == 3
+    for batch in ([(2, 900)] * 4, [(1, 3000)], [(0, 3000)] * 6, [(0, 3000)], [(0, 1000)] * 60):
+        shape = shape_of(batch)
+        assert live.predict_s(shape) == pytest.approx(truth.predict_s(shape), rel=0.2)
+
+
 def test_refits_that_are_switched_off_leave_the_first_fit():
     live = LiveBatchTime(unfitted("linear"), refit_steps=0)
     play(live, true_model("linear"), 2000)

@@ -86,8 +86,10 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path, name, facts):
 
 def test_an_older_profile_adds_up_the_costs_of_contexts(tmp_path, saved):
     known = load(saved).estimator.coefficients_
-    change(saved, "estimator.coefficients.decode_overlap", ...)
-    assert load(saved).estimator.coefficients_ == known | {"decode_overlap": 0.0}
+    newer = {"prefill_max_token": 0.0, "prefill_overlap": 0.0, "decode_overlap": 0.0}
+    for name in newer:
+        change(saved, f"estimator.coefficients.{name}", ...)
+    assert load(saved).estimator.coefficients_ == known | newer
 
 
 @given(any_models(), st.text(max_size=20), st.integers(0, 10**12))

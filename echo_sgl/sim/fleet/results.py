@@ -14,7 +14,7 @@ from echo_sgl.batch_shape import BatchRow
 from echo_sgl.sim.results import INTERVAL_S
 from echo_sgl.sim.workload import SimRequest
 
-_STEP = Struct("8qd")
+_STEP = Struct(f"{1 + len(BatchRow._fields)}qd")
 
 
 @dataclass(slots=True)

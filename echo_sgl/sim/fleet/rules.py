@@ -24,7 +24,7 @@ def decode_row(num_decodes: int, decode_tokens: int) -> BatchRow:
 def prefill_row(lengths: Sequence[int]) -> BatchRow:
     """A step that prefills whole prompts of these lengths."""
     area = sum(length * length for length in lengths)
-    return BatchRow(len(lengths), sum(lengths), 0, area, 0, 0, 0)
+    return BatchRow(len(lengths), sum(lengths), 0, area, 0, 0, 0, max(lengths, default=0))
 
 
 def saturated_batch_size(device: RooflineBatchTime) -> int:
