@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +10,8 @@ import numpy as np
 from echo_sgl.batch_shape import FloatArray
 from echo_sgl.estimators.samples import fit_with_knee, weighted_sum
 
-# A device that works on several contexts at once: as many as it may have room for, to begin with.
-WIDTHS = (2, 16)
+# A device that attends to several contexts at once: as many as it has room for, to begin with.
+START_WIDTH = 2
 MAX_ROUNDS = 4
 MAX_SEARCH_ROWS = 300
 SEARCH_KNEES = (4, 16, 64, 256)
@@ -81,20 +80,19 @@ def fit_half(steps: HalfSteps, knees: Sequence[float], known: Sequence[float] = 
     """Costs of contexts that add up, or of which the larger counts: what is clearly less wrong.
 
     `known` are the coefficients until now. What they say stays where steps do not tell: most may
-    be too short to. The larger of both alternates, from devices of several widths and from what is
-    known: say what binds in which step, solve.
+    be too short to. The larger of both alternates, from what is known or a device that has room for
+    two: say what binds in which step, solve.
     """
     added = _fit_given(steps, None, knees)
     few = _part(steps)
-    starts = [few.half.longest * width > few.half.shared[-1] for width in WIDTHS]
-    is_known = bool(known) and known[-1] > 0
-    if is_known:
-        starts.append(longest_binds(few.half, known))
-    mean_error = partial(_mean_error, few)
-    most = (1.0 / CLEAR if is_known else CLEAR) * mean_error(added)
+    start = few.half.longest * START_WIDTH > few.half.shared[-1]
+    most = CLEAR * _mean_error(few, added)
+    if known and known[-1]:
+        start = longest_binds(few.half, known)
+        most = _mean_error(few, added) / CLEAR
     try:
-        overlapped = min((_search_overlap(few, binds) for binds in starts), key=mean_error)
-        if mean_error(overlapped) < most:
+        overlapped = _search_overlap(few, start)
+        if _mean_error(few, overlapped) < most:
             return _fit_given(steps, longest_binds(steps.half, overlapped[0]), knees)
     except ValueError:  # what binds and what does not are nearly the same there: they add up
         return added
