@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from echo_sgl.estimators.samples import MIN_SAMPLES, columns_of, kinds_of, requi
 KNEES_TOKENS = (32, 64, 128, 256, 512, 1024)
 KNEES_REQUESTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 NUM_PREFILL, NUM_DECODE = 8, 7
+# Of a mixed step's time, from which a prefill can be learned.
+LEAST_LEFT = 0.3
+MORE_ROUNDS = 3
+MAX_FEW_ROWS = 3_000
 # What profiles of before they were there say of them.
 OLDER = {"prefill_max_token": 0.0, "prefill_overlap": 0.0, "decode_overlap": 0.0}
 TOO_MUCH = {
@@ -24,6 +29,21 @@ TOO_MUCH = {
     "decode_overlap": "a longer context would save time",
     "mixing": "a mixed step would take longer than its prefill and its decode apart",
 }
+
+
+class _Steps(NamedTuple):
+    """Steps to fit to. Shapes: (steps, columns of `BatchRow`), (steps,) and (steps,)."""
+
+    rows: FloatArray
+    num_decodes: FloatArray
+    times_s: FloatArray
+
+    def only(self, chosen: Any) -> _Steps:
+        return _Steps(self.rows[chosen], self.num_decodes[chosen], self.times_s[chosen])
+
+    def few(self) -> _Steps:
+        """An even part of them."""
+        return self.only(slice(None, None, -(-len(self.rows) // MAX_FEW_ROWS)))
 
 
 class PooledBatchTime(BatchTimeModel):
@@ -46,8 +66,9 @@ class PooledBatchTime(BatchTimeModel):
 
     T_p and T_d are fitted to steps that only prefill and only decode, r to mixed steps; r
     is 1 (the whole sum) where none was measured. A server with mixed chunks hardly ever only
-    prefills: where a pure kind is too rare, all steps are fitted at once, as such a sum; and
-    where mixed steps outnumber those that only prefill, if that has the smaller mean error.
+    prefills: T_p is fitted to mixed steps, too, if that has the smaller mean error. Where a pure
+    kind is too rare, all steps are fitted at once, as such a sum; and where mixed steps outnumber
+    those that only prefill, if that has the least.
 
     Source: Echo eq. 6-8; the knees, the cached prefix, the batch-size terms and what is attended
             to at once are ours.
@@ -118,33 +139,43 @@ class PooledBatchTime(BatchTimeModel):
         return total_s
 
     def _fit(self, batch: Any, num_decodes: Any, times_s: FloatArray) -> Sequence[float]:
-        rows = np.column_stack(batch)
-        is_prefill, is_decode, is_mixed = kinds_of(rows).values()
-        known, known_decode, _ = _apart(self._values or [0.0] * len(self.COEFFICIENTS))
+        steps = _Steps(np.column_stack(batch), num_decodes, times_s)
+        known = _apart(self._values or [0.0] * len(self.COEFFICIENTS))
+        is_prefill, is_decode, is_mixed = kinds_of(steps.rows).values()
         decode = [0.0] * NUM_DECODE
         if is_decode.sum() >= MIN_SAMPLES:
-            decodes = _decodes(columns_of(rows[is_decode]), num_decodes[is_decode])
-            steps = HalfSteps(decodes, times_s[is_decode])
-            decode, _ = fit_half(steps, KNEES_REQUESTS, known_decode)
+            decodes = HalfSteps(_decodes_of(steps.only(is_decode)), times_s[is_decode])
+            decode, _ = fit_half(decodes, KNEES_REQUESTS, known[1])
         try:
-            require_variety(rows[is_prefill], ("prefill_tokens",), "steps that only prefill")
+            require_variety(steps.rows[is_prefill], ("prefill_tokens",), "steps that only prefill")
             decode_columns = ("num_decodes", "decode_tokens")
-            require_variety(rows[is_decode], decode_columns, "steps that only decode")
+            require_variety(steps.rows[is_decode], decode_columns, "steps that only decode")
         except ValueError:
             if is_mixed.sum() < MIN_SAMPLES:
                 raise
-            return _fit_whole(batch, num_decodes, times_s, decode, known)
-        apart = _fit_apart(rows, num_decodes, times_s, decode, known)
-        if is_mixed.sum() <= is_prefill.sum():
+            return _fit_whole(steps, decode, known[0])
+        apart = _fit_apart(steps, decode, known[0])
+        if is_mixed.sum() < MIN_SAMPLES:
             return apart
-        whole = _fit_whole(batch, num_decodes, times_s, decode, known)
+        fits = [apart, self._fit_with_mixed(steps, apart)]
+        if is_mixed.sum() > is_prefill.sum():
+            fits.append(_fit_whole(steps, decode, known[0]))
+        return min(fits, key=partial(self._mean_error, steps.few()))
 
-        def mean_error(values: Sequence[float]) -> float:
-            named = dict(zip(self.COEFFICIENTS, values, strict=True))
-            model = copy.copy(self).with_coefficients(named)
-            return float(np.abs(model._predict_columns(batch, num_decodes) / times_s - 1.0).mean())
+    def _fit_with_mixed(self, steps: _Steps, apart: Sequence[float]) -> tuple[float, ...]:
+        """Prefills by mixed steps, too; a refit goes on where the last one stopped."""
+        if self._values:
+            prefill, _, mixing = _apart(self._values)
+            return _fit_more(steps, (*prefill, *_apart(apart)[1], mixing))
+        few, more = steps.few(), apart
+        for _ in range(MORE_ROUNDS):
+            more = _fit_more(few, more)
+        return _fit_more(steps, more)
 
-        return min(apart, whole, key=mean_error)
+    def _mean_error(self, steps: _Steps, values: Sequence[float]) -> float:
+        named = dict(zip(self.COEFFICIENTS, values, strict=True))
+        predicted_s = copy.copy(self).with_coefficients(named).predict_rows_s(steps.rows)
+        return float(np.abs(predicted_s / steps.times_s - 1.0).mean())
 
 
 def _apart(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float], float]:
@@ -159,6 +190,10 @@ def _prefills(batch: Any) -> Half:
 
 def _decodes(batch: Any, num_decodes: Any) -> Half:
     return Half(num_decodes, batch.max_decode_tokens, (batch.decode_tokens,), num_decodes)
+
+
+def _decodes_of(steps: _Steps) -> Half:
+    return _decodes(columns_of(steps.rows), steps.num_decodes)
 
 
 def _fit_prefills(
@@ -176,33 +211,39 @@ def _fit_prefills(
     return fit_half(steps, KNEES_TOKENS, known)
 
 
-def _fit_apart(
-    rows: FloatArray,
-    num_decodes: FloatArray,
-    times_s: FloatArray,
-    decode: Sequence[float],
-    known: Sequence[float],
-) -> tuple[float, ...]:
+def _fit_apart(steps: _Steps, decode: Sequence[float], known: Sequence[float]) -> tuple[float, ...]:
     """Prefills by steps that only prefill, how they mix by mixed ones; `decode` is fitted."""
-    is_prefill, _, is_mixed = kinds_of(rows).values()
-    prefill, _ = _fit_prefills(columns_of(rows[is_prefill]), times_s[is_prefill], known)
-    mixed = columns_of(rows[is_mixed])
-    prefill_s = half_s(_prefills(mixed), prefill)
-    decode_s = half_s(_decodes(mixed, num_decodes[is_mixed]), decode)
-    return *prefill, *decode, _mixing(prefill_s, decode_s, times_s[is_mixed])
+    is_prefill, _, is_mixed = kinds_of(steps.rows).values()
+    alone, mixed = steps.only(is_prefill), steps.only(is_mixed)
+    prefill, _ = _fit_prefills(columns_of(alone.rows), alone.times_s, known)
+    return *prefill, *decode, _mixing(*_halves_s(mixed, prefill, decode), mixed.times_s)
 
 
-def _fit_whole(
-    batch: Any,
-    num_decodes: FloatArray,
-    times_s: FloatArray,
-    decode: Sequence[float],
-    known: Sequence[float],
-) -> tuple[float, ...]:
+def _fit_more(steps: _Steps, values: Sequence[float]) -> tuple[float, ...]:
+    """Prefills by mixed steps, too: by what is left of these without their decodes' part."""
+    prefill, decode, mixing = _apart(values)
+    is_prefill, _, is_mixed = kinds_of(steps.rows).values()
+    alone, mixed = steps.only(is_prefill), steps.only(is_mixed)
+    prefill_s, decode_s = _halves_s(mixed, prefill, decode)
+    left_s = mixed.times_s - mixing * decode_s
+    is_told = (prefill_s > decode_s) & (left_s > LEAST_LEFT * mixed.times_s)
+    rows = np.concatenate([alone.rows, mixed.rows[is_told]])
+    times_s = np.concatenate([alone.times_s, left_s[is_told]])
+    prefill, _ = _fit_prefills(columns_of(rows), times_s, prefill)
+    return *prefill, *decode, _mixing(*_halves_s(mixed, prefill, decode), mixed.times_s)
+
+
+def _fit_whole(steps: _Steps, decode: Sequence[float], known: Sequence[float]) -> tuple[float, ...]:
     """The coefficients of both where steps do both at once; knee and overlap are `decode`'s."""
-    features = half_features(_decodes(batch, num_decodes), decode)
-    prefill, weights = _fit_prefills(batch, times_s, known, features)
+    features = half_features(_decodes_of(steps), decode)
+    prefill, weights = _fit_prefills(columns_of(steps.rows), steps.times_s, known, features)
     return *prefill, *weights, *decode[-2:], 1.0
+
+
+def _halves_s(steps: _Steps, prefill: Sequence[float], decode: Sequence[float]) -> tuple[Any, Any]:
+    """Seconds of the prefills and of the decodes in each step. Shapes: (steps,) each."""
+    prefills = _prefills(columns_of(steps.rows))
+    return half_s(prefills, prefill), half_s(_decodes_of(steps), decode)
 
 
 def _mixing(prefill_s: FloatArray, decode_s: FloatArray, times_s: FloatArray) -> float:

@@ -250,6 +250,21 @@ def test_pooled_learns_a_kind_that_hardly_occurs_alone_from_mixed_steps(pure):
     assert model.coefficients_["mixing"] == 1.0
 
 
+def test_pooled_learns_from_mixed_steps_what_prefills_alone_did_not_show():
+    """With mixed chunks short prompts prefill alone, and long ones beside decodes."""
+    truth = true_model("pooled")
+    prefills = random_rows(900, seed=15, kinds=(StepKind.PREFILL,))
+    short = prefills[(prefills[:, 1] < 100) & (prefills[:, 2] == 0)]
+    others = random_rows(400, seed=16, kinds=(StepKind.MIXED, StepKind.DECODE))
+    rows = np.concatenate([short, others])
+    assert 0 < len(short) < len(others) / 2
+    model = unfitted("pooled").fit(rows, measured(truth, rows, noise=0.02, seed=17))
+    unseen = random_rows(600, seed=18)
+    errors = held_out_errors(model, (unseen, truth.predict_rows_s(unseen)))
+    assert max(one.mape for one in errors.values()) < 0.03
+    assert model.coefficients_["mixing"] == pytest.approx(0.4, abs=0.1)
+
+
 def test_pooled_does_not_take_a_few_odd_prefills_for_what_mixed_steps_show():
     """A few steps that only prefilled, all slow for another reason, beside hundreds of both."""
     truth = true_model("pooled").with_coefficients(
