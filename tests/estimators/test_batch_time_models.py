@@ -159,6 +159,20 @@ def test_pooled_fits_mixed_steps_beside_decodes_that_overlap(rare):
     assert max(one.mape for one in errors.values()) < 0.01
 
 
+def test_pooled_takes_costs_to_add_up_where_a_search_cannot_be_solved(monkeypatch):
+    known = true_model("pooled").coefficients_ | {"decode_overlap": 1.0, "decode_token": 5e-6}
+    known |= {"decode_max_token": 1e-5}
+    truth, rows = unfitted("pooled").with_coefficients(known), random_rows(900, seed=6)
+    times_s = truth.predict_rows_s(rows)
+    assert unfitted("pooled").fit(rows, times_s).coefficients_["decode_overlap"] == 1.0
+
+    def unsolved(steps, binds):
+        raise ValueError("these steps cannot be fitted")
+
+    monkeypatch.setattr("echo_sgl.estimators.pooled_half._search_overlap", unsolved)
+    assert unfitted("pooled").fit(rows, times_s).coefficients_["decode_overlap"] == 0.0
+
+
 def test_pooled_takes_costs_to_add_up_where_steps_do_not_tell():
     """One request at a time: whether two would be attended to at once was never seen."""
     rows = rows_of(shape_of([(0, context)]) for context in range(100, 3000, 20))

@@ -72,6 +72,22 @@ def time_s(candidates, shape_of=(), predictor=None) -> float:
     return (predictor or Predictor()).predict_s(shape)
 
 
+class ByLongestPrefill(Predictor):
+    """A ms for each token of the longest prefill, and for each decode."""
+
+    def predict_s(self, step: Step) -> float:
+        return 1e-3 * (step.max_prefill_tokens + step.num_decodes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_joins_a_prefill_is_asked_for_beside_all_of_it(name):
+    shape = online(500)
+    shape.add_prefill(20, cached_tokens=30)
+    candidates = [decode(number) for number in range(8)]
+    selected = select(name, candidates, 0.0545, shape=shape, predictor=ByLongestPrefill())
+    assert len(selected) == 3
+
+
 @st.composite
 def any_candidates(draw: st.DrawFn, *, kinds: tuple[str, ...] = ("runs", "parked", "late", "long")):
     facts = {

@@ -111,6 +111,22 @@ def test_nothing_that_was_never_lost_closes_it() -> None:
     assert gating.num_open(Dear(), decode_row(9, 9), 3) == 0
 
 
+def test_a_start_is_a_prompt_as_long_as_those_were_with_their_prefixes() -> None:
+    asked = []
+
+    class Asked(Flat):
+        def predict_s(self, step):
+            asked.append(step)
+            return super().predict_s(step)
+
+    gating = Gating()
+    gating.note_started(prefills((300, 100), (100, 300)))
+    gating.note_lost()
+    gating.note_answer(10)
+    gating.num_open(Asked(), decode_row(9, 9), 1)
+    assert [step.max_prefill_tokens for step in asked if step.num_prefills] == [400]
+
+
 def test_it_is_open_until_somebody_has_started_and_answered() -> None:
     gating = Gating()
     for _ in range(30):
