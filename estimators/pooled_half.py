@@ -99,6 +99,11 @@ def fit_half(steps: HalfSteps, knees: Sequence[float], known: Sequence[float] = 
     return added
 
 
+def fit_same(steps: HalfSteps, knees: Sequence[float], known: Sequence[float]) -> Fit:
+    """What `known` say adds up, or binds, does so in these steps, too."""
+    return _fit_given(steps, longest_binds(steps.half, known), knees)
+
+
 def _search_overlap(steps: HalfSteps, binds: Any) -> Fit:
     for _ in range(MAX_ROUNDS):
         fit = _fit_given(steps, binds, SEARCH_KNEES)

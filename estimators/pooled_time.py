@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -11,7 +11,15 @@ import numpy as np
 
 from echo_sgl.batch_shape import FloatArray, Step
 from echo_sgl.estimators.batch_time_model import BatchTimeModel
-from echo_sgl.estimators.pooled_half import Half, HalfSteps, fit_half, half_features, half_s
+from echo_sgl.estimators.pooled_half import (
+    Fit,
+    Half,
+    HalfSteps,
+    fit_half,
+    fit_same,
+    half_features,
+    half_s,
+)
 from echo_sgl.estimators.samples import MIN_SAMPLES, columns_of, kinds_of, require_variety
 
 # Tokens, and requests, from which on each further one may cost more, or less.
@@ -169,7 +177,7 @@ class PooledBatchTime(BatchTimeModel):
             return _fit_more(steps, (*prefill, *_apart(apart)[1], mixing))
         few, more = steps.few(), apart
         for _ in range(MORE_ROUNDS):
-            more = _fit_more(few, more)
+            more = _fit_more(few, more, fit_half)
         return _fit_more(steps, more)
 
     def _mean_error(self, steps: _Steps, values: Sequence[float]) -> float:
@@ -196,30 +204,28 @@ def _decodes_of(steps: _Steps) -> Half:
     return _decodes(columns_of(steps.rows), steps.num_decodes)
 
 
-def _fit_prefills(
-    batch: Any,
-    times_s: FloatArray,
-    known: Sequence[float],
-    others: tuple[FloatArray, ...] = (),
-) -> tuple[list[float], list[float]]:
-    """The coefficients of a prefill, and of `others`.
+def _prefill_steps(
+    rows: FloatArray, times_s: FloatArray, others: tuple[FloatArray, ...] = ()
+) -> HalfSteps:
+    """Steps to fit a prefill to, and `others`.
 
     Steps with one prefill cannot tell its context from its tokens and its prefix: where costs add
     up, those have all of it.
     """
-    steps = HalfSteps(_prefills(batch), times_s, others, adds_longest=False)
-    return fit_half(steps, KNEES_TOKENS, known)
+    return HalfSteps(_prefills(columns_of(rows)), times_s, others, adds_longest=False)
 
 
 def _fit_apart(steps: _Steps, decode: Sequence[float], known: Sequence[float]) -> tuple[float, ...]:
     """Prefills by steps that only prefill, how they mix by mixed ones; `decode` is fitted."""
     is_prefill, _, is_mixed = kinds_of(steps.rows).values()
     alone, mixed = steps.only(is_prefill), steps.only(is_mixed)
-    prefill, _ = _fit_prefills(columns_of(alone.rows), alone.times_s, known)
+    prefill, _ = fit_half(_prefill_steps(alone.rows, alone.times_s), KNEES_TOKENS, known)
     return *prefill, *decode, _mixing(*_halves_s(mixed, prefill, decode), mixed.times_s)
 
 
-def _fit_more(steps: _Steps, values: Sequence[float]) -> tuple[float, ...]:
+def _fit_more(
+    steps: _Steps, values: Sequence[float], fit: Callable[..., Fit] = fit_same
+) -> tuple[float, ...]:
     """Prefills by mixed steps, too: by what is left of these without their decodes' part."""
     prefill, decode, mixing = _apart(values)
     is_prefill, _, is_mixed = kinds_of(steps.rows).values()
@@ -229,14 +235,15 @@ def _fit_more(steps: _Steps, values: Sequence[float]) -> tuple[float, ...]:
     is_told = (prefill_s > decode_s) & (left_s > LEAST_LEFT * mixed.times_s)
     rows = np.concatenate([alone.rows, mixed.rows[is_told]])
     times_s = np.concatenate([alone.times_s, left_s[is_told]])
-    prefill, _ = _fit_prefills(columns_of(rows), times_s, prefill)
+    prefill, _ = fit(_prefill_steps(rows, times_s), KNEES_TOKENS, prefill)
     return *prefill, *decode, _mixing(*_halves_s(mixed, prefill, decode), mixed.times_s)
 
 
 def _fit_whole(steps: _Steps, decode: Sequence[float], known: Sequence[float]) -> tuple[float, ...]:
     """The coefficients of both where steps do both at once; knee and overlap are `decode`'s."""
     features = half_features(_decodes_of(steps), decode)
-    prefill, weights = _fit_prefills(columns_of(steps.rows), steps.times_s, known, features)
+    prefills = _prefill_steps(steps.rows, steps.times_s, features)
+    prefill, weights = fit_half(prefills, KNEES_TOKENS, known)
     return *prefill, *weights, *decode[-2:], 1.0
 
 
