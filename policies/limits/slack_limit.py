@@ -99,11 +99,13 @@ class SlackLimit(StepLimit):
         left = 1.0 - view.places_ahead / self._place_share
         if left >= 1.0 - PLACES_RAMP_SHARE or limit_s <= view.alone_s:
             return limit_s
-        usable = max(0.0, left / (1.0 - PLACES_RAMP_SHARE))
+        if left <= 0.0:
+            return _nobody_s(view)
+        usable = left / (1.0 - PLACES_RAMP_SHARE)
         return view.alone_s + usable * (limit_s - view.alone_s)
 
     def decode_limit_s(self, view: OnlineView, limit_s: float) -> float:
-        return view.alone_s if self.is_pressed(view, view.first_due_s) else limit_s
+        return _nobody_s(view) if self.is_pressed(view, view.first_due_s) else limit_s
 
     def is_pressed(self, view: OnlineView, due_s: float) -> bool:
         return self._margin_s > 0.0 and self._spare_s(view, due_s) < self._margin_s
@@ -143,3 +145,10 @@ class SlackLimit(StepLimit):
     @staticmethod
     def _slack_s(view: OnlineView) -> float:
         return view.decode_due_s - view.now_s
+
+
+def _nobody_s(view: OnlineView) -> float:
+    """The limit of a step that no offline decode may join, not even one that takes no time: beside
+    a longer context, or in a CUDA graph of more requests than decode.
+    """
+    return math.nextafter(view.alone_s, -math.inf)

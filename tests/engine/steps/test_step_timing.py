@@ -160,7 +160,7 @@ def test_a_mixed_step_tells_prefills_from_decodes():
     mixed = batch("mixed", reqs=[*reqs(30), *running], extend_lens=[20, 1], prefix_lens=[10, 7])
     mixed.decoding_reqs = running
     row = row_of_batch(mixed)
-    assert row == BatchRow(1, 20, 10, 30**2 - 10**2, 1, 8, 8)
+    assert row == BatchRow(1, 20, 10, 30**2 - 10**2, 1, 8, 8, 30)
     assert row.kind is StepKind.MIXED
 
 
