@@ -14,7 +14,6 @@ from eval.figures.deadlines import with_deadline
 from eval.load.client import Request, make_request
 from eval.load.mix import Mix, named_job, online_body
 from eval.workloads import WorkloadError, find_data
-from eval.workloads.conversations import read_online
 from eval.workloads.jobs import (
     COMPLETIONS_URL,
     BatchLine,
@@ -22,6 +21,7 @@ from eval.workloads.jobs import (
     limit_answers,
     shuffled,
 )
+from eval.workloads.online import read_online
 from eval.workloads.patterns import (
     arrivals_until,
     burst_segments,

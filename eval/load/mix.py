@@ -12,7 +12,6 @@ from eval.arms import Arm
 from eval.load.client import Request, make_request
 from eval.options import CorunOptions
 from eval.workloads import WorkloadError, find_data
-from eval.workloads.conversations import read_online
 from eval.workloads.jobs import (
     COMPLETIONS_URL,
     BatchLine,
@@ -22,6 +21,7 @@ from eval.workloads.jobs import (
     text_set_files,
     text_set_lines,
 )
+from eval.workloads.online import read_online
 from eval.workloads.prompts import SyntheticText, Tokenizer, TracePrompts
 from eval.workloads.stdlib_job import StdlibJob
 from eval.workloads.traces import (

@@ -9,30 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from eval.workloads import WorkloadError
-from eval.workloads.sessions import Call, find_reader, read_sessions
-from eval.workloads.traces import Arrival, read_trace
+from eval.workloads.sessions import Call
+from eval.workloads.traces import Arrival
 
 CHARS_PER_TOKEN = 4
 BLOCK_TOKENS = 128
 AT_ONCE = 8  # conversations that are held at the same time, each lane one after the other
 _BLOCK_CHARS = CHARS_PER_TOKEN * BLOCK_TOKENS
-
-
-def read_online(path: Path, *, seed: int = 0) -> list[Arrival]:
-    """The requests of a trace in any format that `echo-sgl plan` reads, or of conversations.
-
-    `seed`: of the order of conversations and of their times.
-    Errors: `WorkloadError` names the file, the line, the key and the bad value.
-    """
-    if (reader := find_reader(path)) is None:
-        return read_trace(path)
-    sessions = [calls for _, calls in read_sessions(reader, path) if calls]
-    if not sessions:
-        raise WorkloadError(f"{path} holds no call of a conversation")
-    return conversation_trace(sessions, seed=seed)
 
 
 def conversation_trace(

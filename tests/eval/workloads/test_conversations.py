@@ -1,27 +1,19 @@
-"""Conversations as a trace: what prompts share, lanes that overlap, files that are refused."""
+"""Conversations as a trace: what prompts share, lanes that overlap."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.workloads import DATA_DIR, WorkloadError
 from eval.workloads.conversations import BLOCK_TOKENS, CHARS_PER_TOKEN, conversation_trace
-from eval.workloads.conversations import read_online as read
-from eval.workloads.sessions import KNOWN, Call
+from eval.workloads.sessions import Call
 from eval.workloads.traces import Arrival
 
 BLOCK_CHARS = BLOCK_TOKENS * CHARS_PER_TOKEN
 calls = st.lists(st.integers(1, 3 * BLOCK_CHARS), min_size=1, max_size=6)
-has_data = pytest.mark.skipif(
-    not all((DATA_DIR / name).is_file() for name in KNOWN.values()),
-    reason="the real workloads are not here",
-)
 
 
 def session_of(name: str, tails: list[int]) -> list[Call]:
@@ -70,24 +62,3 @@ def test_sessions_overlap_in_lanes_and_follow_each_other_in_one() -> None:
 
     assert order(1) == [0] * 20 + [1] * 20 + [2] * 20
     assert order(3) != sorted(order(3)) and len(set(order(3)[:20])) == 3
-
-
-def test_a_trace_is_read_as_ever_and_an_empty_file_is_refused(tmp_path: Path) -> None:
-    csv, empty = tmp_path / "trace.csv", tmp_path / "tau.jsonl"
-    csv.write_text("t_s,context_tokens,generated_tokens\n0,5,2\n")
-    assert read(csv) == [Arrival(0.0, 5, 2)]
-    empty.write_bytes(orjson.dumps({"system_prompt": "x"}))
-    with pytest.raises(WorkloadError, match="holds no call"):
-        read(empty)
-
-
-@has_data
-@pytest.mark.parametrize("name", KNOWN.values())
-def test_real_agents_share_most_of_what_they_send(name: str) -> None:
-    seen: set[int] = set()
-    hits = blocks = 0
-    for one in read(DATA_DIR / name):
-        hits += sum(block in seen for block in one.blocks)
-        blocks += len(one.blocks)
-        seen.update(one.blocks)
-    assert hits / blocks > 0.8  # 0.93 in blocks of 16 tokens
