@@ -209,8 +209,7 @@ class EchoScheduler(Offers):
         if now_s - self._forgot_s >= forgets_after_s:
             self._forgot_s = now_s
             self.offline_pool.forget_ended()
-            if (floor_watch := self.step_control.floor_watch) is not None:
-                floor_watch.look(now_s, self.step_control.estimator)
+            self.step_control.tell_log(now_s)
         # Here and not where a batch is made: the loop comes by while the engine is paused, too.
         self.echo_metrics.publish(
             self.offline_pool, core, self.kv_limits, self.step_control, time.perf_counter()

@@ -140,3 +140,21 @@ class FloorWatch:
         self._is_done = True
         if broken := check_slo(self._slo, slo_floor(estimator, prompt_tokens=1)):
             logger.warning("By the steps until now, %s", broken)
+
+
+class RefusalWatch:
+    """Tells the log why a fit to live steps was refused: of those after one that was not, the first
+    that is looked at.
+    """
+
+    def __init__(self) -> None:
+        self._num_refusals, self._told_after = 0, -1
+
+    def look(self, estimator: LiveBatchTime) -> None:
+        """See whether fits were refused since the last look."""
+        is_new = estimator.num_refusals > self._num_refusals
+        self._num_refusals = estimator.num_refusals
+        if is_new and self._told_after != estimator.num_refits:
+            self._told_after = estimator.num_refits
+            what = "the last fit stays" if estimator.is_ready else "step times stay unknown"
+            logger.info("A fit to live steps was refused, %s: %s", what, estimator.last_refusal)

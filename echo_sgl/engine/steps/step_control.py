@@ -33,7 +33,7 @@ from echo_sgl.engine.requests.refusals import (
 )
 from echo_sgl.engine.requests.terms import RequestTerms, terms_of
 from echo_sgl.engine.steps.decision_log import DecisionLog
-from echo_sgl.engine.steps.estimation import FloorWatch
+from echo_sgl.engine.steps.estimation import FloorWatch, RefusalWatch
 from echo_sgl.engine.steps.own_time import OwnTime
 from echo_sgl.engine.steps.rolling_max import RollingMax
 from echo_sgl.engine.steps.step_log import StepLog, StepNote
@@ -65,6 +65,7 @@ class StepControl(DecodeControl):
     ) -> None:
         self.estimator, self.timer = estimator, timer
         self.floor_watch: FloorWatch | None = None
+        self._refusal_watch = RefusalWatch()
         self._watch = watch
         self.parked, self.without_turn = ParkedDecodes(), ParkedDecodes()
         self.log = StepLog(estimator.predict_both_s)
@@ -110,6 +111,12 @@ class StepControl(DecodeControl):
         if self._lessons.take(measured, now_s):
             self.log.predict()
             self._lessons.learn(now_s)
+
+    def tell_log(self, now_s: float) -> None:
+        """Of what goes wrong with the estimate; on the rank that leads. Once a second."""
+        if self.floor_watch is not None:
+            self.floor_watch.look(now_s, self.estimator)
+            self._refusal_watch.look(self.estimator)
 
     def begin(
         self,

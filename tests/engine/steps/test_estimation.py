@@ -14,7 +14,11 @@ import pytest
 from echo_sgl.batch_shape import BatchRow, BatchShape, StepKind, decode_row
 from echo_sgl.config import CALIBRATE_ENV, FORCE_PROFILE_ENV, EchoConfig, parse_config
 from echo_sgl.engine.server_facts import captured_batch_sizes, transformer_sizes
-from echo_sgl.engine.steps.estimation import FloorWatch, create_live_batch_time
+from echo_sgl.engine.steps.estimation import (
+    FloorWatch,
+    RefusalWatch,
+    create_live_batch_time,
+)
 from echo_sgl.errors import ConfigError
 from echo_sgl.estimators.host_time import HostTime
 from echo_sgl.estimators.live import LiveBatchTime
@@ -305,3 +309,26 @@ def test_a_model_whose_layers_differ_has_no_single_size():
         "dtype_bytes": 2,
         "head_dim": 8,
     }
+
+
+def test_the_log_says_why_fits_are_refused_once_until_one_is_not(caplog):
+    caplog.set_level("INFO")
+    truth, rng = true_model("pooled"), random.Random(0)
+    live, watch = create_live_batch_time(config(), SERVER), RefusalWatch()
+
+    def run(*kinds: StepKind) -> int:
+        """How many lines the log has after 100 steps of these kinds."""
+        for number in range(100):
+            is_prefill = kinds[number % len(kinds)] is StepKind.PREFILL
+            shape = shape_of([(rng.randint(1, 400), 0)] if is_prefill else [(0, 9)] * (number % 9))
+            if len(shape):
+                live.observe(shape, truth.predict_s(shape), 0.01 * number)
+            watch.look(live)
+        return len(caplog.records)
+
+    assert run(StepKind.DECODE) == 1 < live.num_refusals
+    assert "step times stay unknown: " in caplog.text
+    assert str(live.last_refusal).partition(" ")[0] in caplog.text
+    assert run(StepKind.PREFILL, StepKind.DECODE) == 1 and live.is_ready
+    watch.look(live)
+    assert len(caplog.records) == 1
