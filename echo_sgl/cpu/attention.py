@@ -44,11 +44,7 @@ class EchoCpuAttention(AttentionBackend):
         if not forward_batch.forward_mode.is_decode_or_idle():
             new_tokens = forward_batch.extend_seq_lens.tolist()
         requests = forward_batch.req_pool_indices.tolist()
-        slots = [
-            self._req_to_token[request, :seq_len]
-            for request, seq_len in zip(requests, seq_lens, strict=True)
-        ]
-        self._plan = build_plan(slots, new_tokens, self._dtype)
+        self._plan = build_plan(self._req_to_token, requests, seq_lens, new_tokens, self._dtype)
 
     def forward_extend(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -46,51 +47,61 @@ class AttentionPlan:
     decodes: tuple[DecodePlan, ...]
 
 
+class _Single(NamedTuple):
+    """A request with one new token; sorted by length."""
+
+    num_tokens: int
+    row: int
+    request: int
+
+
 def build_plan(
-    slots_of_requests: Sequence[torch.Tensor], new_tokens: Sequence[int], dtype: torch.dtype
+    req_to_token: torch.Tensor,
+    requests: Sequence[int],
+    num_tokens: Sequence[int],
+    new_tokens: Sequence[int],
+    dtype: torch.dtype,
 ) -> AttentionPlan:
     """Sort a batch into prefills and decode groups.
 
-    `slots_of_requests` holds for each request the KV slots of all its tokens, cached and
-    new; `new_tokens` how many of them are new. Queries stand in the same order.
+    `requests` are rows of `req_to_token`, shape [requests, tokens], which holds the KV slots of
+    each one's tokens: the first `num_tokens` are there, cached and new, and `new_tokens` how many
+    of them are new. Queries stand in the same order.
     """
     prefills: list[PrefillPlan] = []
-    single_rows: list[tuple[int, torch.Tensor]] = []
+    singles: list[_Single] = []
     start = 0
-    for slots, num_new in zip(slots_of_requests, new_tokens, strict=True):
+    for request, num, num_new in zip(requests, num_tokens, new_tokens, strict=True):
         if num_new == 1:
-            single_rows.append((start, slots))
+            singles.append(_Single(num, start, request))
         elif num_new > 1:
-            prefills.append(PrefillPlan(start, start + num_new, slots[: len(slots) - num_new]))
+            prefix_slots = req_to_token[request, : num - num_new]
+            prefills.append(PrefillPlan(start, start + num_new, prefix_slots))
         start += num_new
-    single_rows.sort(key=lambda row: len(row[1]))
-    decodes = (_pad(group, dtype) for group in _groups(single_rows))
+    decodes = (_pad(group, req_to_token, dtype) for group in _groups(sorted(singles)))
     return AttentionPlan(tuple(prefills), tuple(decodes))
 
 
-def _groups(
-    rows: Sequence[tuple[int, torch.Tensor]],
-) -> Iterator[Sequence[tuple[int, torch.Tensor]]]:
-    """Cut rows, sorted by length, so that a padded group has at most MAX_GROUP_TOKENS."""
+def _groups(singles: Sequence[_Single]) -> Iterator[Sequence[_Single]]:
+    """Cut requests, sorted by length, so that a padded group has at most MAX_GROUP_TOKENS."""
     first = 0
-    for i, (_, slots) in enumerate(rows):
-        if i > first and (i + 1 - first) * len(slots) > MAX_GROUP_TOKENS:
-            yield rows[first:i]
+    for i, single in enumerate(singles):
+        if i > first and (i + 1 - first) * single.num_tokens > MAX_GROUP_TOKENS:
+            yield singles[first:i]
             first = i
-    if first < len(rows):
-        yield rows[first:]
+    if first < len(singles):
+        yield singles[first:]
 
 
-def _pad(group: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype) -> DecodePlan:
+def _pad(group: Sequence[_Single], req_to_token: torch.Tensor, dtype: torch.dtype) -> DecodePlan:
     """Pad a group, sorted by length, to its last request."""
-    lengths = torch.tensor([len(slots) for _, slots in group])
-    max_tokens = int(lengths[-1])
+    lengths, rows, requests = torch.tensor(group).T
+    slots = req_to_token[:, : group[-1].num_tokens].index_select(0, requests)
+    if group[0].num_tokens == group[-1].num_tokens:
+        return DecodePlan(rows, slots.flatten(), None)
     # Padding repeats a slot of the request itself: one that was never written may hold NaN,
     # which no mask removes.
-    padded = [torch.cat((slots, slots[-1:].expand(max_tokens - len(slots)))) for _, slots in group]
-    mask = None
-    if int(lengths[0]) != max_tokens:
-        beyond = torch.arange(max_tokens) >= lengths[:, None]
-        mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))
-        mask = mask[:, None, None]
-    return DecodePlan(torch.tensor([row for row, _ in group]), torch.cat(padded), mask)
+    beyond = torch.arange(slots.shape[1]) >= lengths[:, None]
+    slots = torch.where(beyond, slots.gather(1, lengths[:, None] - 1), slots)
+    mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))
+    return DecodePlan(rows, slots.flatten(), mask[:, None, None])

@@ -187,15 +187,35 @@ def test_an_option_of_one_call_that_would_change_the_result_is_refused() -> None
 
 def test_decode_rows_are_grouped_by_length_within_the_limit() -> None:
     lengths = [4000, 10, 4000, 20, 4000, 9000]
-    plan = build_plan([torch.arange(length) for length in lengths], [1] * 6, torch.float32)
+    table = torch.arange(6 * 9000).view(6, 9000)
+    plan = build_plan(table, range(6), lengths, [1] * 6, torch.float32)
     assert [decode.rows.tolist() for decode in plan.decodes] == [[1, 3], [0, 2], [4], [5]]
     assert all(len(d.slots) <= MAX_GROUP_TOKENS or len(d.rows) == 1 for d in plan.decodes)
 
 
 def test_a_request_with_several_new_tokens_is_a_prefill_over_its_cached_slots() -> None:
-    plan = build_plan([torch.arange(7), torch.arange(50, 60)], [7, 4], torch.float32)
+    table = torch.arange(100).view(2, 50)
+    plan = build_plan(table, [0, 1], [7, 10], [7, 4], torch.float32)
     assert [(p.start, p.end, p.prefix_slots.tolist()) for p in plan.prefills] == [
         (0, 7, []),
         (7, 11, [50, 51, 52, 53, 54, 55]),
     ]
     assert plan.decodes == ()
+
+
+def test_decodes_are_padded_with_their_own_last_slot_and_masked_beyond_it() -> None:
+    table = torch.arange(4 * 50, dtype=torch.int32).view(4, 50)
+    plan = build_plan(table, [3, 0, 2], [2, 5, 3], [1, 1, 1], torch.float32)
+    [decode] = plan.decodes
+    assert decode.rows.tolist() == [0, 2, 1]
+    assert decode.slots.view(3, 5).tolist() == [
+        [150, 151, 151, 151, 151],
+        [100, 101, 102, 102, 102],
+        [0, 1, 2, 3, 4],
+    ]
+    assert decode.mask is not None and decode.mask.shape == (3, 1, 1, 5)
+    assert (decode.mask[:, 0, 0] == 0).tolist() == [
+        [True] * n + [False] * (5 - n) for n in (2, 3, 5)
+    ]
+    [even] = build_plan(table, [3, 0], [2, 2], [1, 1], torch.float32).decodes
+    assert even.mask is None and even.slots.tolist() == [150, 151, 0, 1]
