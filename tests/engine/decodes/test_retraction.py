@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from echo_sgl.engine.admission.room import RoomAdder
-from echo_sgl.engine.decodes.retraction import first_out
+from echo_sgl.engine.decodes.retraction import first_out, uncached_tokens
 from echo_sgl.engine.requests.places import finds_its_kv, placed
 from echo_sgl.engine.requests.roster import may_sit_out
 
@@ -36,6 +36,12 @@ def test_who_loses_the_least_goes_first_but_no_online_one():
     assert first_out([], running) == "short"
     assert first_out([request("parked", uncached=500)], running) == "parked"
     assert first_out([], running[2:]) is None
+
+
+def test_what_the_tree_keeps_is_not_lost():
+    cached = request("cached", uncached=90, kv=SimpleNamespace(cache_protected_len=85))
+    assert uncached_tokens(cached) == 5
+    assert first_out([], [request("short"), cached]) == "cached"
 
 
 def test_logprobs_that_are_on_their_way_are_waited_for():

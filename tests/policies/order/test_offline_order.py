@@ -267,6 +267,13 @@ def test_a_starved_prefix_is_reached_in_proportion_to_the_utility_ratio():
     assert drain(order).index(0) < 60
 
 
+def test_draws_are_splitmix64s():
+    """The first outputs of the published generator with seed 0, as fractions of 2 ** 64."""
+    published = 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F
+    draws = [uniform_draw(0, index) for index in range(3)]
+    assert draws == pytest.approx([one / 2**64 for one in published], abs=2**-52)
+
+
 def test_draws_are_uniform_enough():
     draws = [uniform_draw(3, index) for index in range(10_000)]
     assert 0.48 < sum(draws) / len(draws) < 0.52
