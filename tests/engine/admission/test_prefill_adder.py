@@ -6,10 +6,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from echo_sgl.batch_shape import BatchShape
-from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder
+from echo_sgl.engine.admission.prefill_adder import EchoPrefillAdder, decode_retraction_order
 from echo_sgl.engine.requests.refusals import Reason
 from echo_sgl.engine.steps.own_time import OwnTime
 from echo_sgl.policies.prefills.first_tokens import Joining
@@ -169,3 +169,36 @@ def test_nobody_starts_in_a_pass_whose_chunk_is_spent(left: int) -> None:
     adder.can_run_list, adder.rem_chunk_tokens = [SimpleNamespace(beam_group=None)], left
     adder._retract_one = lambda: pytest.fail("in vain")
     assert adder.add_one_req(SimpleNamespace(), False, None) is AddReqResult.OTHER
+
+
+@pytest.mark.parametrize(
+    ("left", "limit_tokens", "share", "left_after"),
+    [(100, 30, 30, 70), (100, 512, 100, 50), (20, 30, 20, 0), (None, 512, None, None)],
+)
+def test_what_a_request_leaves_of_its_share_goes_back_to_the_chunk(
+    left, limit_tokens, share, left_after, monkeypatch
+):
+    """A prompt of 50 tokens, cut where its share is less."""
+    one, shares = adder(left=left, limit_tokens=limit_tokens), []
+    req = request(50)
+    req.echo_terms, req.extend_len = SimpleNamespace(is_offline=True), 50
+
+    def add(self, added, *args):
+        shares.append(self.rem_chunk_tokens)
+        if self.rem_chunk_tokens is not None:
+            self.rem_chunk_tokens -= min(50, self.rem_chunk_tokens)
+        self.can_run_list.append(added)
+        return AddReqResult.CONTINUE
+
+    monkeypatch.setattr(PrefillAdder, "add_one_req", add)
+    one.new_chunked_req, one.budget_state = None, lambda: AddReqResult.CONTINUE
+    assert EchoPrefillAdder._add_chunk(one, req, limit_tokens, False, None) is AddReqResult.CONTINUE
+    assert shares == [share]
+    assert one.rem_chunk_tokens == left_after
+    assert one.shape.num_prefills == 1
+
+
+def test_offline_requests_are_retracted_first_the_last_that_started_before_others():
+    tasks = (False, True, False, True)
+    reqs = [SimpleNamespace(echo_terms=SimpleNamespace(is_offline=task)) for task in tasks]
+    assert decode_retraction_order([2, 3, 0, 1], reqs) == [2, 0, 1, 3]

@@ -103,3 +103,31 @@ def test_who_waited_and_found_nothing_waits_no_more():
     assert results == [AddReqResult.OTHER] * MAX_PREFIX_WAITS + [AddReqResult.CONTINUE]
     req.prefix_len = 100  # a chunk of it was computed meanwhile
     assert one._add_online(req, False, None) is AddReqResult.OTHER
+
+
+@pytest.mark.parametrize(
+    ("common", "has_tree", "waits"),
+    [
+        (MIN_SHARED_TOKENS + 20, True, True),
+        (MIN_SHARED_TOKENS + 19, True, False),  # less than is worth a step beyond what is cached
+        (MIN_SHARED_TOKENS + 20, False, False),
+    ],
+)
+def test_an_offline_request_waits_for_what_a_neighbour_computes_of_its_prompt(
+    common, has_tree, waits
+):
+    one = adder(left=512, limit_tokens=512)
+    one.tree_cache = SimpleNamespace(supports_prefix_sharing=lambda: has_tree)
+    req = request([1] * common + [2] * 100, cached=20)
+    one.inflight = [request([1] * common + [3] * 100), request([4] * 300)]
+    assert not one._prefix_is_being_computed(req)  # only the last one's is that of its neighbour
+    one.can_run_list = one.inflight[:1]
+    assert one._prefix_is_being_computed(req) is waits
+
+
+def test_a_prompt_whose_rest_is_shorter_than_what_is_worth_a_step_waits_for_nobody():
+    one = adder(left=512, limit_tokens=512)
+    one.tree_cache = SimpleNamespace(supports_prefix_sharing=lambda: True)
+    one.can_run_list = [request([1] * 500)]
+    for num_tokens, waits in ((MIN_SHARED_TOKENS + 20, False), (MIN_SHARED_TOKENS + 21, True)):
+        assert one._prefix_is_being_computed(request([1] * num_tokens, cached=20)) is waits

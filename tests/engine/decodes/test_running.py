@@ -184,6 +184,14 @@ def test_a_step_without_who_is_about_to_end_has_its_offline_requests_nevertheles
     assert (online.row(), num_offline) == (decode_row([31]), 1)
 
 
+def test_who_has_ended_decodes_while_it_is_in_the_batch() -> None:
+    over, stays, gone = (decoding(Task.OFFLINE, tokens) for tokens in (10, 30, 50))
+    over.is_over = True
+    running = Running([over, stays, gone], 0.0)
+    assert running.row_of([over, stays]) == decode_row([11, 31])
+    assert running.offline == Contexts.of([31, 51])
+
+
 def test_the_online_part_of_a_mixed_step_is_its_online_prefills_and_decodes() -> None:
     reqs = [decoding(task) for task in (Task.ONLINE, Task.OFFLINE, Task.OFFLINE, Task.ONLINE)]
     batch = SimpleNamespace(reqs=reqs, extend_lens=[7, 5, 1, 1], prefix_lens=[3, 0, 40, 30])
